@@ -193,6 +193,14 @@ bench-secure: guest qemu ## what encryption costs (ten minutes)
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin secure
 	@$(CARGO) run --quiet --release --package godwit-bench --bin secure -- $(BENCH_SECURE)
 
+# `make bench-upgrade BENCH_UPGRADE='--sizes 1 --rounds 2'` for a part.
+BENCH_UPGRADE ?=
+
+.PHONY: bench-upgrade
+bench-upgrade: guest qemu ## how long a guest of 1, 8 and 16 GiB stands still in an upgrade (three minutes; 6 GiB of memory)
+	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin upgrade
+	@$(CARGO) run --quiet --release --package godwit-bench --bin upgrade -- $(BENCH_UPGRADE)
+
 # `make bench-proof BENCH_PROOF='--memory 2048 --fill 1536 --rounds 3'` for a smaller one.
 BENCH_PROOF ?=
 

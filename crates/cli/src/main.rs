@@ -32,6 +32,7 @@ mod settings;
 mod shell;
 mod simulate;
 mod steer;
+mod upgrade;
 mod vm;
 
 use std::process::ExitCode;
@@ -45,7 +46,6 @@ use tracing_subscriber::filter::Targets;
 const BELOW: &str = "\
 Start `godwit receive` beside the destination's VM, then `godwit migrate` beside
 the source's. Until the handover, whatever fails leaves the guest at the source.
-
 Exit codes: 0 done; 1 failed, the guest is where it was; 2 wrong usage; 3 an
 operator is needed; 4 a microvm's guest has died; 130 cancelled by Ctrl-C.
 ";
@@ -69,6 +69,8 @@ enum Command {
     Migrate(migrate::Arguments),
     /// Take a guest into a VM on this host that waits for one.
     Receive(receive::Arguments),
+    /// Change the QEMU under a guest that goes on, on this host.
+    Upgrade(upgrade::Arguments),
     /// Show the VMs of this host, and whether they could move.
     List(list::Arguments),
     /// Try what migrations need, and say what to do where it fails.
@@ -135,6 +137,7 @@ fn main() -> ExitCode {
     match arguments.command {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),
+        Command::Upgrade(arguments) => upgrade::run(&arguments),
         Command::List(arguments) => list::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),

@@ -298,6 +298,8 @@ fn take_into_started(
         dry_run: arguments.dry_run,
         godwit: PathBuf::from(process::THIS_PROGRAM),
         disks: arguments.disks.clone(),
+        in_place: None,
+        command: None,
         told: Box::new(move |shown| tell_shown(shown, json)),
     });
     let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
@@ -323,7 +325,7 @@ fn take_into<V: DestinationVm>(
     taken
 }
 
-fn tell_shown(shown: &Shown, json: bool) {
+pub(crate) fn tell_shown(shown: &Shown, json: bool) {
     match shown {
         Shown::CommandLine { words, left_out } if json => {
             json_line(&json!({ "event": "command", "command": words, "left_out": left_out }));

@@ -32,6 +32,7 @@ use crate::post_copy;
 use crate::ram::{self, Ram};
 use crate::settings::MigrationSettings;
 use crate::source::{FD_NAME, announce, failure_words, migration_event};
+use crate::upgrade::{InPlace, Successor};
 
 /// Loading takes milliseconds; a device that opens a slow disk may take longer.
 const LOAD_LIMIT: Duration = Duration::from_secs(30);
@@ -59,6 +60,8 @@ pub struct QemuDestination {
     guard: Option<Guard>,
     /// Whether it was started for this attempt alone, and ends with it.
     owned: bool,
+    /// The guest's memory, where it is that of the source: nothing of it is taken in.
+    in_place: Option<Arc<InPlace>>,
 }
 
 /// Where device state is written to.
@@ -95,6 +98,15 @@ impl QemuDestination {
     /// # Errors
     /// When it does not wait for a migration, or its RAM is not in shared named files.
     pub fn open(path: &Path) -> Result<Self, QemuError> {
+        Self::look(path, None)
+    }
+
+    /// The same, of a QEMU that is to have the memory of its source.
+    pub(crate) fn open_in_place(path: &Path, memory: Arc<InPlace>) -> Result<Self, QemuError> {
+        Self::look(path, Some(memory))
+    }
+
+    fn look(path: &Path, in_place: Option<Arc<InPlace>>) -> Result<Self, QemuError> {
         let mut machine = guard::connect(path)?;
         let state = machine.run_state()?;
         if state != "inmigrate" {
@@ -111,12 +123,19 @@ impl QemuDestination {
         // files would still agree. The other way round, another machine's memory must not be
         // overwritten.
         machine.check_mappings(&ram)?;
-        machine.check_writers(&ram, &[])?;
+        let old: Vec<i32> = in_place.iter().map(|memory| memory.old()).collect();
+        machine.check_writers(&ram, &old)?;
         disks::clear(&mut machine)?;
         guard::clear(&mut machine)?;
+        if let Some(memory) = &in_place {
+            memory.check_same(&ram)?;
+            memory.found(Successor { pid: machine.pid, version: machine.qmp.version() });
+        }
+        let ram = if in_place.is_some() { Vec::new() } else { ram };
         Ok(Self {
             machine,
             ram: Arc::new(ram),
+            in_place,
             settings: None,
             prepared: false,
             interrupt: Interrupt::default(),
@@ -138,7 +157,11 @@ impl QemuDestination {
     /// # Errors
     /// When it does not start.
     pub fn guarded(mut self, program: &Path) -> Result<Self, QemuError> {
-        let left = Left { started: self.owned, ..Left::at(Stage::Waiting, false) };
+        let mut left = Left { started: self.owned, ..Left::at(Stage::Waiting, false) };
+        if let Some(memory) = &self.in_place {
+            left.handover = Some(memory.handover().to_owned());
+            left.staged = memory.names().map(|(_, staged)| staged.to_owned()).collect();
+        }
         self.guard = Some(Guard::start(program, &self.machine, left)?);
         Ok(self)
     }
@@ -189,6 +212,10 @@ impl DestinationVm for QemuDestination {
     }
 
     fn offered(&mut self, blocks: &BTreeSet<&str>, _ask: &mut Ask<'_>) -> Result<(), VmError> {
+        // Its RAM is what it is, and was looked at.
+        if self.in_place.is_some() {
+            return Ok(());
+        }
         if let Some(ram) = ram::fitted(&mut self.machine, &self.ram, blocks)? {
             self.machine.check_mappings(&ram)?;
             self.machine.check_writers(&ram, &[])?;
@@ -262,6 +289,10 @@ impl DestinationVm for QemuDestination {
     }
 
     fn taking_over(&mut self) -> Result<(), VmError> {
+        // First: both guardians go by it.
+        if let Some(memory) = &self.in_place {
+            memory.hand_over()?;
+        }
         Ok(self.note(|left| left.stage = Stage::Starting)?)
     }
 
@@ -314,7 +345,8 @@ impl DestinationVm for QemuDestination {
     }
 
     fn post_copy(&mut self) -> Option<&mut dyn PostCopyDestination> {
-        Some(self)
+        // No page is missing of memory that is in place.
+        if self.in_place.is_none() { Some(self) } else { None }
     }
 }
 

@@ -133,6 +133,9 @@ pub enum QemuError {
         /// Those that there are.
         there: String,
     },
+    /// A guest cannot go on in another process with the memory that it has.
+    #[error("{0}")]
+    Upgrade(String),
     /// A destination QEMU cannot be started from what the source tells.
     #[error("{0}")]
     Start(String),

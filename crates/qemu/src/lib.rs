@@ -39,6 +39,7 @@ mod settings;
 mod source;
 mod start;
 pub mod strangers;
+mod upgrade;
 mod userfaultfd;
 mod vhost_user;
 mod way_back;
@@ -62,6 +63,7 @@ pub use source::QemuSource;
 pub use start::{
     COMMAND as LAUNCH_COMMAND, MapError, Mapping, Shown, StartTerms, StartedDestination, launch,
 };
+pub use upgrade::{InPlace, Successor};
 
 /// The names under which QEMU may hold descriptors of godwit's.
 const FD_NAMES: [&str; 3] = [source::FD_NAME, disks::FD_NAME, userfaultfd::FD_NAME];

@@ -223,6 +223,14 @@ impl Godwit {
         self.start(self.command(), "migrate", &["--vm", vm], &["--to", to], &all)
     }
 
+    /// Starts `godwit upgrade` of a machine by its name.
+    ///
+    /// # Errors
+    /// When the program does not start.
+    pub fn upgrade(&self, vm: &str, options: &[&str]) -> anyhow::Result<Running> {
+        self.start(self.command(), "upgrade", &["--vm", vm], &[], options)
+    }
+
     /// Starts `godwit status --watch` of the migration `name`.
     ///
     /// # Errors

@@ -63,6 +63,7 @@ pub use disk::{DiskImage, allocated, images_for};
 pub use drain::drained;
 pub use gap::{Gap, Observation};
 pub use godwit::{Ended, Godwit, Running, shared_by};
+pub use godwit_qemu::monitor::Qmp;
 pub use guest::{GuestConfig, GuestFiles};
 pub use guest_ram::GuestRam;
 pub use huge::HugePages;

@@ -204,6 +204,7 @@ fn stand_in(mut record: Record, monitor: Held, words: &mut Words) -> Result<(), 
         // The guest has gone with its QEMU.
         _ => record.left().unlock(),
     };
+    record.left().remove_staged();
     record.remove();
     undone
 }
@@ -228,7 +229,7 @@ fn undo_all(
         }
     };
     let mut machine = Machine { qmp, pid: record.pid(), process };
-    let stage = record.left().stage;
+    let stage = record.left().settled();
     let alone = record.left().started;
     let ended = match stage {
         Stage::Stopping => bring_back(&mut machine, record.left().was_running, words)?,
@@ -253,6 +254,7 @@ fn undo_all(
     };
     let undone = if ended {
         let unlocked = record.left().unlock();
+        record.left().remove_staged();
         record.remove();
         unlocked
     } else {
@@ -269,6 +271,10 @@ fn undo_all(
     let (severity, text) = match stage {
         Stage::Waiting if alone => {
             (NOTICE, "it was started for a guest that has not come, and was ended")
+        }
+        // Both sides were one godwit's, and it is settled.
+        Stage::HandingOver if record.left().handover.is_some() => {
+            (ALERT, "the guest was handed over to the new QEMU, which has it: `quit` this one")
         }
         stage => what_became(stage),
     };

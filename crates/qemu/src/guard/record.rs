@@ -81,6 +81,11 @@ pub(crate) struct Left {
     pub(crate) lock: Option<ProxmoxVm>,
     /// Whether godwit has started this QEMU, which ends if it does not come to run the guest.
     pub(crate) started: bool,
+    /// Where both sides are one godwit's: the file that is made right before the guest becomes the
+    /// destination's. Whether it is there settles for both guardians whose the guest is.
+    pub(crate) handover: Option<PathBuf>,
+    /// Files that this QEMU has made and others wait for: they go if it ends without the guest.
+    pub(crate) staged: Vec<PathBuf>,
 }
 
 impl Left {
@@ -94,6 +99,24 @@ impl Left {
             definition: None,
             lock: None,
             started: false,
+            handover: None,
+            staged: Vec::new(),
+        }
+    }
+
+    /// Removes what this QEMU has left, which has ended and never had the guest.
+    pub(super) fn remove_staged(&self) {
+        for path in &self.staged {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+
+    /// How far the godwit had come that is gone, by all that it has left.
+    pub(super) fn settled(&self) -> Stage {
+        match (self.stage, &self.handover) {
+            (Stage::HandingOver, Some(file)) if !file.exists() => Stage::Stopping,
+            (Stage::Loading, Some(file)) if file.exists() => Stage::Starting,
+            (stage, _) => stage,
         }
     }
 
@@ -126,6 +149,8 @@ impl Left {
             "definition": self.definition,
             "lock": self.lock,
             "started": self.started,
+            "handover": self.handover,
+            "staged": self.staged,
         })
     }
 
@@ -144,6 +169,8 @@ impl Left {
             definition: serde_json::from_value(value["definition"].clone()).ok()?,
             lock: serde_json::from_value(value["lock"].clone()).ok()?,
             started: value["started"].as_bool().unwrap_or(false),
+            handover: value["handover"].as_str().map(PathBuf::from),
+            staged: serde_json::from_value(value["staged"].clone()).unwrap_or_default(),
         })
     }
 }
@@ -349,7 +376,15 @@ mod tests {
             &json!({ "before": [{ "node": "n", "call": { "id": "d" } }], "ours": [] }),
         );
         let limits = limits.unwrap();
-        Left { settings, limits, disks: true, ..Left::at(Stage::HandingOver, true) }
+        let (handover, staged) = (Some("/run/x".into()), vec!["/run/y".into()]);
+        Left {
+            settings,
+            limits,
+            disks: true,
+            handover,
+            staged,
+            ..Left::at(Stage::HandingOver, true)
+        }
     }
 
     #[test]
@@ -361,6 +396,28 @@ mod tests {
             assert_eq!(Left::from_json(&value), Some(left));
             assert_eq!(Qemu::from_json(&value).as_ref(), Some(&qemu));
         }
+    }
+
+    #[test]
+    fn of_two_sides_that_one_godwit_had_exactly_one_has_the_guest() {
+        let file = std::env::temp_dir().join(format!("godwit-handover-{}", std::process::id()));
+        let at = |stage| Left { handover: Some(file.clone()), ..Left::at(stage, true) }.settled();
+        let runs = |stage| matches!(stage, Stage::Stopping | Stage::Starting);
+        let _ = std::fs::remove_file(&file);
+        for made in [false, true] {
+            if made {
+                std::fs::write(&file, "").unwrap();
+            }
+            let (source, destination) = (at(Stage::HandingOver), at(Stage::Loading));
+            assert_ne!(runs(source), runs(destination), "{made}");
+            assert_eq!(runs(destination), made);
+            // Before, and behind, there is no doubt.
+            for stage in [Stage::Copying, Stage::Stopping, Stage::Starting, Stage::Discarding] {
+                assert_eq!(at(stage), stage);
+            }
+        }
+        std::fs::remove_file(file).unwrap();
+        assert_eq!(Left::at(Stage::HandingOver, true).settled(), Stage::HandingOver);
     }
 
     #[test]

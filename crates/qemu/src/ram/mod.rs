@@ -121,6 +121,12 @@ pub(crate) fn fitted(
     at_addresses(machine.pid, listed).map(Some)
 }
 
+/// Whether `a` and `b` are the same memory, and not only of the same name and size.
+pub(crate) fn is_same(a: &RamBlock, b: &RamBlock) -> bool {
+    let place = |block: &RamBlock| block.place().ok();
+    a.name() == b.name() && a.pages() == b.pages() && place(a) == place(b)
+}
+
 /// Whether QEMU's own migration can be had of it: not behind libvirt's back, and not where the
 /// descriptor of its stream is lost with a connection.
 fn migrates(machine: &Machine) -> bool {

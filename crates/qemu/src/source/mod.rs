@@ -54,9 +54,10 @@ use crate::mark::record_in;
 use crate::monitor::commands::{AnnounceSelf, CloseFd, MigrateContinue, QueryMigrate, Quit};
 use crate::monitor::{Event, Monitor, QmpError, Seen};
 use crate::proxmox::ProxmoxVm;
-use crate::ram::{Ram, StateBy};
+use crate::ram::{Ram, StateBy, is_same};
 use crate::settings::MigrationSettings;
 use crate::start;
+use crate::upgrade::{InPlace, NothingToTrack};
 use crate::userfaultfd;
 use crate::way_back;
 
@@ -141,6 +142,8 @@ pub struct QemuSource {
     fate: Fate,
     /// Hears of waits that are long.
     told: fn(&str),
+    /// What is known of the QEMU that is to have the same memory, where there is to be one.
+    in_place: Option<Arc<InPlace>>,
 }
 
 impl QemuSource {
@@ -207,6 +210,7 @@ impl QemuSource {
             guard: None,
             fate: Fate::default(),
             told: |_| {},
+            in_place: None,
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
             tracker: Weak::new(),
             governed: GovernorMeasures::default(),
@@ -265,6 +269,35 @@ impl QemuSource {
         Ok(self)
     }
 
+    /// The same for a destination that is another process on this host and has the same memory
+    /// mapped ([`crate::StartTerms::in_place`]): no RAM is offered to it. Changes nothing.
+    ///
+    /// # Errors
+    /// Why no other process can have the memory, with the cure.
+    pub fn staying_in_place(mut self) -> Result<Self, QemuError> {
+        let kind = (self.state_by, self.back_ends.is_some());
+        self.in_place = Some(Arc::new(InPlace::look(&mut self.machine, &self.ram, kind)?));
+        Ok(self)
+    }
+
+    /// What the destination has to know of memory that stays in place.
+    #[must_use]
+    pub fn in_place(&self) -> Option<Arc<InPlace>> {
+        self.in_place.clone()
+    }
+
+    /// Waits for the end of a QEMU whose guest has left, and says whether it came.
+    #[must_use]
+    pub fn ends(&self) -> bool {
+        self.machine.process.ends_within(END_LIMIT).unwrap_or(false)
+    }
+
+    /// Processes beside QEMU that may have the guest's memory.
+    fn others(&self) -> Vec<i32> {
+        let new = self.in_place.iter().filter_map(|it| it.successor()).map(|new| new.pid);
+        pids(self.back_ends.as_ref()).into_iter().chain(new).collect()
+    }
+
     /// The same with a guardian: `program` started anew, with [`crate::GUARD_COMMAND`] as the first
     /// word of its command line, which has to call [`crate::stand_guard`]. Without one a guest that
     /// is stopped when this process is killed stays stopped.
@@ -272,7 +305,8 @@ impl QemuSource {
     /// # Errors
     /// When it does not start.
     pub fn guarded(mut self, program: &Path) -> Result<Self, QemuError> {
-        let left = Left::at(Stage::Copying, self.was_running);
+        let handover = self.in_place.as_ref().map(|memory| memory.handover().to_owned());
+        let left = Left { handover, ..Left::at(Stage::Copying, self.was_running) };
         self.guard = Some(Guard::start(program, &self.machine, left)?);
         Ok(self)
     }
@@ -518,7 +552,7 @@ impl QemuSource {
         if let Some(back_ends) = &self.back_ends {
             back_ends.look_again()?;
         }
-        self.machine.check_writers(&self.ram, &pids(self.back_ends.as_ref()))?;
+        self.machine.check_writers(&self.ram, &self.others())?;
         self.processes_looked = looking.elapsed();
         self.processes_at = Some(Instant::now());
         Ok(())
@@ -654,12 +688,6 @@ pub(crate) fn examine(machine: &mut Machine) -> Result<Examined, QemuError> {
     })
 }
 
-/// Whether `a` and `b` are the same memory, and not only of the same name and size.
-fn is_same(a: &RamBlock, b: &RamBlock) -> bool {
-    let place = |block: &RamBlock| block.place().ok();
-    a.name() == b.name() && a.pages() == b.pages() && place(a) == place(b)
-}
-
 /// The state a MIGRATION event reports; empty for other events.
 pub(crate) fn migration_event(event: &Event) -> String {
     let status = event.data["status"].as_str().filter(|_| event.name == "MIGRATION");
@@ -688,7 +716,10 @@ impl SourceVm for QemuSource {
     }
 
     fn ram(&self) -> Arc<Vec<RamBlock>> {
-        Arc::clone(&self.ram)
+        match self.in_place {
+            Some(_) => Arc::default(),
+            None => Arc::clone(&self.ram),
+        }
     }
 
     fn was_running(&self) -> bool {
@@ -723,6 +754,9 @@ impl SourceVm for QemuSource {
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
+        if self.in_place.is_some() {
+            return Ok(Arc::new(NothingToTrack));
+        }
         let tracker = Arc::new(userfaultfd::start_tracking(&mut self.machine, &self.ram)?);
         self.tracking_stop = tracker.attachment().stopped();
         self.tracker = Arc::downgrade(&tracker);
@@ -877,7 +911,8 @@ impl SourceVm for QemuSource {
 
     fn direct_io(&mut self) -> Option<&mut dyn DirectIo> {
         let late = self.back_ends.as_ref().is_some_and(BackEnds::land_late);
-        if self.direct_io || late { Some(self) } else { None }
+        // What lands late lands in memory that stays.
+        if self.in_place.is_none() && (self.direct_io || late) { Some(self) } else { None }
     }
 }
 

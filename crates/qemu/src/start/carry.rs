@@ -35,13 +35,23 @@ pub(super) fn carry(
     (mappings, scripts): (&[Mapping], &[PathBuf]),
     monitor: &Path,
 ) -> Result<Carried, QemuError> {
+    carry_with(source, (mappings, scripts), false, monitor)
+}
+
+/// The same; with `in_place` files of memory are the source's own.
+pub(super) fn carry_with(
+    source: &Description,
+    (mappings, scripts): (&[Mapping], &[PathBuf]),
+    in_place: bool,
+    monitor: &Path,
+) -> Result<Carried, QemuError> {
     if source.words.len() > MOST_WORDS || source.words.iter().any(|it| it.len() > LONGEST_WORD) {
         return Err(refused("the source's command line is too long to be one"));
     }
     if source.words.iter().any(|word| word.contains('\0')) {
         return Err(refused("the source's command line is none: it has a NUL in it"));
     }
-    let places = Places { directory: &source.directory, mappings, scripts };
+    let places = Places { directory: &source.directory, mappings, scripts, in_place };
     let mut carried = Carried::default();
     let all = options(&source.words);
     all.iter().try_for_each(|given| check_monitor(given, &all))?;
@@ -50,24 +60,27 @@ pub(super) fn carry(
     }
     // A name for a machine type that has its version in it may be another type here.
     check_machine(&source.machine)?;
-    let socket = monitor.display().to_string().replace(',', ",,");
-    let own = [
-        "-machine".to_owned(),
-        source.machine.clone(),
-        "-chardev".to_owned(),
-        format!("socket,id={MONITOR},path={socket},server=on,wait=off"),
-        "-mon".to_owned(),
-        format!("chardev={MONITOR},mode=control"),
-        "-incoming".to_owned(),
-        "defer".to_owned(),
-    ];
-    carried.words.extend(own);
+    carried.words.extend(["-machine".to_owned(), source.machine.clone()]);
+    carried.words.extend(own_words(monitor));
     // QEMU has one of its own otherwise, which whoever sees the screen has as well.
     let none = |given: &Given| given.name == "monitor" && given.value.as_deref() == Some("none");
     if !all.iter().any(|given| given.name == "nodefaults" || none(given)) {
         carried.words.extend(["-monitor", "none"].map(str::to_owned));
     }
     Ok(carried)
+}
+
+/// A monitor of godwit's, at which the guest is awaited.
+pub(super) fn own_words(monitor: &Path) -> [String; 6] {
+    let socket = monitor.display().to_string().replace(',', ",,");
+    [
+        "-chardev".to_owned(),
+        format!("socket,id={MONITOR},path={socket},server=on,wait=off"),
+        "-mon".to_owned(),
+        format!("chardev={MONITOR},mode=control"),
+        "-incoming".to_owned(),
+        "defer".to_owned(),
+    ]
 }
 
 /// Refuses a monitor on a line that others than this host reach.

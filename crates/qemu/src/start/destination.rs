@@ -18,9 +18,11 @@ use godwit_memory::RamBlock;
 
 use super::carry::{Carried, carry, shown};
 use super::description::{Description, QUESTION};
+use super::in_place::{by_command, carry_in_place};
 use super::launch::{self, Files};
 use super::mapping::Mapping;
 use super::refused;
+use crate::upgrade::InPlace;
 use crate::{QemuDestination, QemuError};
 
 /// What the operator shows, and hears.
@@ -59,8 +61,13 @@ pub struct StartTerms {
     pub godwit: PathBuf,
     /// Disks that the source may overwrite.
     pub disks: DiskChoice,
+    /// The guest's memory, where the new QEMU is to have the source's, on the same host: then its
+    /// paths are the source's, unless `mappings` say otherwise.
+    pub in_place: Option<Arc<InPlace>>,
+    /// The command line to start, program first, in place of the source's.
+    pub command: Option<Vec<String>>,
     /// Hears what is about to be started, and what was.
-    pub told: Box<dyn FnMut(&Shown)>,
+    pub told: Box<dyn FnMut(&Shown) + Send>,
 }
 
 impl fmt::Debug for StartTerms {
@@ -87,14 +94,21 @@ struct Qemu {
     taken_over: bool,
 }
 
+/// The program that the operator has named, and the option by which.
+fn named(terms: &StartTerms) -> Option<(&'static str, &Path)> {
+    let commanded = terms.command.iter().flatten().next().map(|word| ("--exec", Path::new(word)));
+    let option = if terms.in_place.is_some() { "--program" } else { "--emulator" };
+    commanded.or_else(|| Some((option, terms.emulator.as_deref()?)))
+}
+
 impl StartedDestination {
     /// Nothing is started yet.
     ///
     /// # Errors
     /// When the operator named a program that is not there.
     pub fn new(terms: StartTerms) -> Result<Self, QemuError> {
-        if terms.emulator.is_some() {
-            launch::emulator("", terms.emulator.as_deref())?;
+        if let Some(named) = named(&terms) {
+            launch::emulator("", Some(named))?;
         }
         let (interrupt, none) = (Interrupt::default(), Arc::default());
         Ok(Self { terms, interrupt, none, qemu: None, was_shown: false })
@@ -107,12 +121,14 @@ impl StartedDestination {
     }
 
     fn start(&mut self, description: &Description) -> Result<(), QemuError> {
-        let named = self.terms.emulator.as_deref();
-        let program = description.words.first().map_or("", String::as_str);
-        let emulator = launch::emulator(program, named)?;
+        let emulator = self.emulator(description)?;
         let files = Files::make()?;
-        let Carried { words, left_out } =
-            carry(description, (&self.terms.mappings, &self.terms.scripts), &files.monitor)?;
+        let named = (&*self.terms.mappings, &*self.terms.scripts);
+        let Carried { words, left_out } = match (&self.terms.command, &self.terms.in_place) {
+            (Some(command), Some(memory)) => by_command(command, memory, &files.monitor)?,
+            (None, Some(memory)) => carry_in_place(description, named, memory, &files.monitor)?,
+            _ => carry(description, named, &files.monitor)?,
+        };
         let line = shown(&emulator, &words);
         (self.terms.told)(&Shown::CommandLine { words: line, left_out });
         self.was_shown = true;
@@ -140,8 +156,18 @@ impl StartedDestination {
         }
     }
 
+    /// The program to start.
+    fn emulator(&self, description: &Description) -> Result<PathBuf, QemuError> {
+        let program = description.words.first().map_or("", String::as_str);
+        launch::emulator(program, named(&self.terms))
+    }
+
     fn open(&self, monitor: &Path) -> Result<QemuDestination, QemuError> {
-        let mut vm = QemuDestination::open(monitor)?.owned();
+        let vm = match &self.terms.in_place {
+            Some(memory) => QemuDestination::open_in_place(monitor, Arc::clone(memory))?,
+            None => QemuDestination::open(monitor)?,
+        };
+        let mut vm = vm.owned();
         vm.check_disks(&self.terms.disks)?;
         vm.guarded(&self.terms.godwit)
     }

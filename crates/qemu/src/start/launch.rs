@@ -76,19 +76,24 @@ fn is_guarded(child: &Child) -> io::Result<bool> {
     }
 }
 
-/// The program of this host that is called as the source's is, or what the operator named.
-pub(super) fn emulator(source: &str, named: Option<&Path>) -> Result<PathBuf, QemuError> {
+/// The program of this host that is called as the source's is, or what the operator named by an
+/// option: a path, or a name that is on PATH.
+pub(super) fn emulator(source: &str, named: Option<(&str, &Path)>) -> Result<PathBuf, QemuError> {
     let is_program = |path: &Path| {
         path.metadata().is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
     };
-    if let Some(path) = named {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let on_path = |name: &Path| {
+        let directories = std::env::split_paths(&path).filter(|directory| directory.is_absolute());
+        directories.map(|directory| directory.join(name)).find(|path| is_program(path))
+    };
+    if let Some((option, path)) = named {
         let whole = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        return match is_program(&whole) {
-            true => Ok(whole),
-            false => {
-                Err(refused(format!("--emulator {}: there is no such program", path.display())))
-            }
-        };
+        let is_name = !path.as_os_str().as_encoded_bytes().contains(&b'/');
+        let found = Some(whole).filter(|whole| is_program(whole));
+        return found.or_else(|| on_path(path).filter(|_| is_name)).ok_or_else(|| {
+            refused(format!("{option} {}: there is no such program", path.display()))
+        });
     }
     let name = source.rsplit('/').next().unwrap_or_default();
     let fits = |c: char| c.is_ascii_alphanumeric() || c == '_';
@@ -101,16 +106,11 @@ pub(super) fn emulator(source: &str, named: Option<&Path>) -> Result<PathBuf, Qe
              with --emulator PATH"
         )));
     }
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let directories = std::env::split_paths(&path).filter(|directory| directory.is_absolute());
-    directories.map(|directory| directory.join(name)).find(|path| is_program(path)).ok_or_else(
-        || {
-            refused(format!(
-                "there is no {name} on this host's PATH: install it, or name one with --emulator \
-                 PATH"
-            ))
-        },
-    )
+    on_path(Path::new(name)).ok_or_else(|| {
+        refused(format!(
+            "there is no {name} on this host's PATH: install it, or name one with --emulator PATH"
+        ))
+    })
 }
 
 /// Where a destination's monitor and log are.
@@ -302,8 +302,12 @@ mod tests {
             assert!(told(name).contains("--emulator PATH"), "{name}");
         }
         assert!(told("/x/qemu-system-nothing").contains("there is no qemu-system-nothing on"));
-        assert_eq!(emulator("sh", Some(Path::new("/bin/sh"))).unwrap(), Path::new("/bin/sh"));
-        let missing = emulator("sh", Some(Path::new("/nowhere"))).unwrap_err().to_string();
-        assert!(missing.contains("--emulator /nowhere"), "{missing}");
+        let named = |name| emulator("qemu", Some(("--emulator", Path::new(name))));
+        assert_eq!(named("/bin/sh").unwrap(), Path::new("/bin/sh"));
+        assert!(named("sh").unwrap().ends_with("sh"));
+        for name in ["/nowhere", "no-such-program", "./sh"] {
+            let missing = named(name).unwrap_err().to_string();
+            assert!(missing.contains(&format!("--emulator {name}")), "{missing}");
+        }
     }
 }

@@ -10,6 +10,13 @@ pub struct Mapping {
     to: PathBuf,
 }
 
+impl Mapping {
+    /// Of one path to another; `None` where they are not absolute and without detours.
+    pub(super) fn of(from: &Path, to: &Path) -> Option<Self> {
+        Some(Self { from: plain(from)?, to: plain(to)? })
+    }
+}
+
 /// Why a text is no mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("write /OLD=/NEW, or /DIR for what has one path on both hosts: absolute, without '..'")]

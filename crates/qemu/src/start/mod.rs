@@ -7,6 +7,7 @@
 //!   values        what is in their values: paths, programs, descriptors, addresses
 //!   mapping       which paths of the source's are which here
 //!   carry         the command line that comes of all that
+//!   in_place      the same for a QEMU that takes another's place on this host
 //!   launch        the process, its monitor and its log
 //!   destination   the engine's destination made of that
 //! ```
@@ -19,6 +20,7 @@
 mod carry;
 mod description;
 mod destination;
+mod in_place;
 mod launch;
 mod mapping;
 mod options;

@@ -37,6 +37,8 @@ pub(super) struct Places<'a> {
     pub(super) mappings: &'a [Mapping],
     /// Programs that QEMU may run.
     pub(super) scripts: &'a [PathBuf],
+    /// Whether files of memory are the source's own, and so must be there.
+    pub(super) in_place: bool,
 }
 
 /// Keys that QEMU collects, where they are said more than once; of all others it heeds the last.
@@ -365,6 +367,7 @@ impl Places<'_> {
         }
         let needs = match (kind, last) {
             (_, "path") if option == "audiodev" => Needs::Directory,
+            (Kind::Object, "mem-path") if self.in_place => Needs::File,
             (Kind::Object, "mem-path") | (Kind::Chardev | Kind::Console, _) | (_, "logfile") => {
                 Needs::Directory
             }

@@ -1,0 +1,312 @@
+//! `godwit upgrade`: both sides of a migration within this process, to a QEMU that is started with
+//! the memory of the old one.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::thread;
+
+use clap::Args;
+use godwit_disk::DiskChoice;
+use godwit_engine::address::{Address, Listener};
+use godwit_engine::handle::MigrationHandle;
+use godwit_engine::report::Measures;
+use godwit_engine::{Cancel, EngineError, Failure, destination, source};
+use godwit_qemu::{
+    InPlace, Mapping, QemuError, QemuSource, StartTerms, StartedDestination, Successor,
+    run_directory,
+};
+use godwit_units::{GRAMMAR, format_duration};
+use serde_json::{Value, json};
+
+use crate::output::{self, json_line};
+use crate::process::{self, FAILED};
+use crate::receive::tell_shown;
+use crate::say;
+use crate::vm::{RequestError, VmName, refused_qemu};
+
+/// Change the QEMU under a guest that goes on, on this host.
+///
+/// The new QEMU maps the memory of the old one, and nothing of it is copied: the guest is stopped
+/// for as long as its devices take to be saved and loaded, whatever its size. Its memory has to be
+/// in a file with share=on. Whatever fails before the new QEMU has the guest leaves it running in
+/// the old one.
+#[derive(Debug, Args)]
+#[command(after_help = GRAMMAR)]
+pub(crate) struct Arguments {
+    /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is
+    /// connected to; pid:N, a QEMU by its process, which has such a monitor; or that PATH alone
+    #[arg(long, value_name = "VM", value_parser = vm)]
+    vm: VmName,
+
+    /// The QEMU to start, with the options of the old one [default: the one on PATH that is called
+    /// as the old one's is]
+    #[arg(long, value_name = "PATH", conflicts_with = "exec")]
+    program: Option<PathBuf>,
+
+    /// Instead, the whole command line of the new QEMU, with quotes as a shell has them and nothing
+    /// else of a shell's: the same memory back ends and machine, other sockets than the old one's.
+    /// -incoming defer and a monitor are added
+    #[arg(long, value_name = "COMMAND", value_parser = words)]
+    exec: Option<Words>,
+
+    /// A file or directory of the old command line that is another one for the new QEMU; more than
+    /// once for several
+    #[arg(long, value_name = "/OLD=/NEW", conflicts_with = "exec")]
+    map: Vec<Mapping>,
+
+    /// A program that QEMU may run for a network card (script=, downscript=, helper=); more than
+    /// once for several
+    #[arg(long, value_name = "PROGRAM", conflicts_with = "exec")]
+    script: Vec<PathBuf>,
+
+    /// Show what would be started, and change nothing
+    #[arg(long)]
+    dry_run: bool,
+
+    /// Differences between the two machines that are let pass, by the keys under which they are
+    /// refused, with commas between, or all. The guest may then fail to load, and goes on in the
+    /// old QEMU
+    #[arg(long, value_name = "all|KEY,...", value_delimiter = ',')]
+    allow_differences: Vec<String>,
+
+    #[cfg(feature = "test-hooks")]
+    #[command(flatten)]
+    hooks: crate::hooks::Migrate,
+
+    /// Print events and result as lines of JSON on standard output
+    #[arg(long)]
+    json: bool,
+}
+
+/// A command line, program first.
+type Words = Vec<String>;
+
+/// A VM's name; what begins with a / is a monitor.
+fn vm(text: &str) -> Result<VmName, String> {
+    if text.starts_with('/') { Ok(VmName::Qemu(text.into())) } else { text.parse() }
+}
+
+/// The words of a command, as a shell parts them.
+fn words(text: &str) -> Result<Words, String> {
+    let (mut words, mut word, mut quote) = (Vec::new(), None::<String>, None);
+    let mut rest = text.chars();
+    while let Some(c) = rest.next() {
+        match (c, quote) {
+            ('\\', None | Some('"')) => {
+                let next = rest.next().ok_or("it ends with a backslash")?;
+                word.get_or_insert_default().push(next);
+            }
+            (c, Some(open)) if c == open => quote = None,
+            ('\'' | '"', None) => {
+                word.get_or_insert_default();
+                quote = Some(c);
+            }
+            (c, None) if c.is_whitespace() => words.extend(word.take()),
+            (c, None) if "$`;|&<>*?~#".contains(c) && !(c == '#' && word.is_some()) => {
+                return Err(format!("no shell reads it: write {c} between single quotes"));
+            }
+            (c, _) => word.get_or_insert_default().push(c),
+        }
+    }
+    if quote.is_some() {
+        return Err("a quote is not closed".to_owned());
+    }
+    words.extend(word);
+    if words.is_empty() { Err("it names no program".to_owned()) } else { Ok(words) }
+}
+
+/// What came of it.
+struct Upgraded {
+    measures: Measures,
+    successor: Option<Successor>,
+    old: ((u64, u64, u64), i32),
+    /// What is not as it should be, with the guest in its new process.
+    remarks: Vec<String>,
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+    let cancel = process::cancel_on_signals();
+    match upgrade(arguments, cancel) {
+        Ok(Some(upgraded)) => {
+            tell(&upgraded, arguments.json);
+            ExitCode::SUCCESS
+        }
+        Ok(None) => {
+            if arguments.json {
+                json_line(&json!({ "outcome": "shown" }));
+            }
+            ExitCode::SUCCESS
+        }
+        Err(RequestError::Refused(error)) => {
+            output::refusal(&error, arguments.json);
+            ExitCode::from(FAILED)
+        }
+        Err(RequestError::Failed(failure)) => {
+            output::failure(&failure, arguments.json);
+            process::exit_code(&failure)
+        }
+    }
+}
+
+/// Moves the guest; `None` if it was only to be shown how.
+fn upgrade(arguments: &Arguments, cancel: Cancel) -> Result<Option<Upgraded>, RequestError> {
+    let VmName::Qemu(path) = &arguments.vm else {
+        let words = "an upgrade is for a QEMU that is reached by its own monitor: qemu:PATH or \
+                     pid:N; managers of VMs start theirs themselves";
+        return Err(RequestError::Refused(words.into()));
+    };
+    let refused = |error: QemuError| RequestError::Refused(refused_qemu(path, error));
+    let mut old = QemuSource::open(path)
+        .and_then(QemuSource::staying_in_place)
+        .and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)))
+        .map_err(refused)?
+        .allowing(&arguments.allow_differences)
+        .telling(|what| eprintln!("godwit: {}", say::line(what)));
+    let memory = old.in_place();
+    let new = StartedDestination::new(terms(arguments, memory.clone())).map_err(refused)?;
+    let (listener, address) = listener()?;
+    let handle = MigrationHandle::typed(Default::default(), cancel)
+        .map_err(|error| RequestError::Refused(error.to_string().into()))?;
+    let was = (old.version(), old.pid());
+    let (moved, has_shown) = move_guest(&mut old, new, &listener, &address, &handle, arguments);
+    if let (Err(_), Some(memory)) = (&moved, &memory) {
+        memory.drop_names();
+    }
+    let measures = match moved {
+        Err(_) if has_shown => return Ok(None),
+        moved => moved.map_err(RequestError::Failed)?,
+    };
+    let mut remarks = Vec::new();
+    if old.ends() {
+        let named = memory.as_ref().map_or(Ok(()), |memory| memory.take_names());
+        remarks.extend(named.err().map(|error| error.to_string()));
+    } else {
+        remarks.push(format!(
+            "the old QEMU (process {}) was told to end and has not, and keeps the names of its \
+             sockets",
+            was.1
+        ));
+    }
+    let successor = memory.and_then(|memory| memory.successor());
+    Ok(Some(Upgraded { measures, successor, old: was, remarks }))
+}
+
+fn terms(arguments: &Arguments, in_place: Option<std::sync::Arc<InPlace>>) -> StartTerms {
+    let json = arguments.json;
+    StartTerms {
+        emulator: arguments.program.clone(),
+        mappings: arguments.map.clone(),
+        scripts: arguments.script.clone(),
+        dry_run: arguments.dry_run,
+        godwit: PathBuf::from(process::THIS_PROGRAM),
+        disks: DiskChoice::None,
+        in_place,
+        command: arguments.exec.clone(),
+        told: Box::new(move |shown| tell_shown(shown, json)),
+    }
+}
+
+/// Where the two sides meet: a socket in a directory of this user's alone.
+fn listener() -> Result<(Listener, Address), RequestError> {
+    let directory = run_directory::path();
+    let user = rustix::process::getuid().as_raw();
+    run_directory::make(&directory, user).map_err(|error| RequestError::Refused(error.into()))?;
+    let path = directory.join(format!("upgrade-{}.sock", std::process::id()));
+    let address = Address::Unix(path);
+    let listener = Listener::bind(&address).map_err(|source| {
+        let error = EngineError::Listen { address: address.to_string(), source };
+        RequestError::Refused(error.into())
+    })?;
+    Ok((listener, address))
+}
+
+/// Runs both sides to their ends; and whether the new one has only shown what it would start.
+fn move_guest(
+    old: &mut QemuSource,
+    mut new: StartedDestination,
+    listener: &Listener,
+    address: &Address,
+    handle: &MigrationHandle,
+    arguments: &Arguments,
+) -> (Result<Measures, Failure>, bool) {
+    let mut options = source::Options::new(address.clone());
+    // Connections within a process are not lost; and no page is sent that could be remembered.
+    (options.reconnect, options.fingerprints) = (std::time::Duration::ZERO, false);
+    options.channels = 1;
+    #[cfg(feature = "test-hooks")]
+    arguments.hooks.put_into(&mut options);
+    let _ = arguments;
+    let taking = destination::Options {
+        reconnect: std::time::Duration::ZERO,
+        ..destination::Options::default()
+    };
+    // Only the source is cancelled, which tells the other side.
+    let over = Cancel::default();
+    thread::scope(|scope| {
+        let stop = over.clone();
+        let taken = scope.spawn(move || {
+            let taken = destination::receive(&mut new, listener, &taking, &stop, &mut |_| {});
+            (taken, new.has_shown())
+        });
+        let moved = source::migrate(old, &options, handle, &mut |_| {});
+        if moved.is_err() {
+            over.cancel();
+        }
+        let shown = taken.join().is_ok_and(|(_, shown)| shown);
+        (moved, shown)
+    })
+}
+
+fn version((major, minor, micro): (u64, u64, u64)) -> String {
+    format!("{major}.{minor}.{micro}")
+}
+
+fn tell(upgraded: &Upgraded, json: bool) {
+    let Upgraded { measures, successor, old, remarks } = upgraded;
+    for remark in remarks {
+        eprintln!("godwit: {}", say::line(remark));
+    }
+    let now = successor.map(|new| version(new.version));
+    let pid = successor.map(|new| new.pid);
+    if json {
+        let mut value = json!({
+            "outcome": "upgraded", "pid": pid, "version": now,
+            "old_pid": old.1, "old_version": version(old.0), "remarks": remarks,
+        });
+        if let (Value::Object(object), Ok(Value::Object(rest))) =
+            (&mut value, serde_json::to_value(measures))
+        {
+            object.extend(rest);
+        }
+        json_line(&value);
+        return;
+    }
+    println!(
+        "upgraded: the guest runs in process {} (QEMU {}), and was stopped for {}; that of QEMU \
+         {}, {}, has ended",
+        pid.unwrap_or_default(),
+        now.unwrap_or_default(),
+        format_duration(measures.downtime),
+        version(old.0),
+        old.1,
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_is_parted_as_a_shell_does_and_nothing_else_of_a_shells_is_done() {
+        let all = words(r#"/opt/qemu -name 'a b' -append "x=\"1\" y" -d\ e '' "#).unwrap();
+        assert_eq!(all, ["/opt/qemu", "-name", "a b", "-append", "x=\"1\" y", "-d e", ""]);
+        for (text, word) in
+            [("qemu $HOME", "'"), ("qemu 'a", "closed"), ("  ", "program"), ("q \\", "backslash")]
+        {
+            let told = words(text).unwrap_err();
+            assert!(told.contains(word) || told.contains("single quotes"), "{text}: {told}");
+        }
+        assert_eq!(words("q id=a#1 '$x'").unwrap(), ["q", "id=a#1", "$x"]);
+    }
+}

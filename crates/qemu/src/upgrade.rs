@@ -1,0 +1,335 @@
+//! An upgrade: the guest goes on in another QEMU of this host that has the very memory mapped, so
+//! that nothing of it is moved.
+//!
+//! The engine moves the guest as ever, from a source and to a destination that offer no RAM. What
+//! both sides have to know of each other is here: which memory it is, which process is the other
+//! one, and under which names the new QEMU opens its sockets while the old one still has the
+//! proper ones.
+//!
+//! Invariant: RAM is left out only where the new QEMU has mapped the same files at the same places
+//! as the old one (device, inode and offset), and where neither gives the files' pages back when it
+//! ends.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use godwit_memory::RamBlock;
+use godwit_track::{AsOf, DirtyTracker, TrackError};
+use godwit_units::{PageCount, PageIndex, PageRun};
+use procfs::net::UnixState;
+use procfs::process::{FDTarget, Process};
+
+use crate::QemuError;
+use crate::command_line::options;
+use crate::device_state::machine_type;
+use crate::machine::Machine;
+use crate::mark::{Mark, leftovers};
+use crate::monitor::commands::{QomGet, QueryMemdev};
+use crate::ram::{StateBy, is_same};
+use crate::run_directory;
+
+/// What the file is called that says that the guest is the new QEMU's, behind whose it is.
+const HANDOVER: &str = "-handover";
+/// Guardians have looked at it long before.
+const HANDOVER_AGE: Duration = Duration::from_secs(3600);
+/// What stands before the number of the godwit in whose upgrade a name was given.
+const STAGED: &str = ".godwit-";
+/// Machine types whose start leaves guest memory alone while a guest is awaited; those of other
+/// processors may write a device tree to it (hw/ppc/spapr.c, `spapr_machine_reset`).
+const MACHINES: [&str; 2] = ["pc-", "microvm"];
+/// What to do about memory that no other process can map.
+const CURE: &str = "start the VM with -object memory-backend-file,id=ID,size=SIZE,\
+                    mem-path=/dev/shm/NAME,share=on and -machine memory-backend=ID; as it is it \
+                    moves within this host by `godwit receive --start --map / --listen unix:PATH` \
+                    and `godwit migrate --vm VM --to unix:PATH`";
+
+/// A QEMU that came to the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Successor {
+    /// Its process.
+    pub pid: i32,
+    /// Its version: major, minor, micro.
+    pub version: (u64, u64, u64),
+}
+
+/// A guest's memory that stays where it is while the guest changes its process.
+#[derive(Debug)]
+pub struct InPlace {
+    old: i32,
+    ram: Arc<Vec<RamBlock>>,
+    new: OnceLock<Successor>,
+    names: Vec<Name>,
+    handover: PathBuf,
+}
+
+/// A name of a file that the old QEMU has, and the new one is to have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Name {
+    /// Under which the old QEMU made it.
+    old: PathBuf,
+    /// Under which the new one makes it.
+    staged: PathBuf,
+    /// Under which others know it.
+    known: PathBuf,
+}
+
+impl Name {
+    fn new(old: PathBuf) -> Self {
+        let known = known(&old);
+        let mut staged = known.clone().into_os_string();
+        staged.push(format!("{STAGED}{}", std::process::id()));
+        Self { old, staged: staged.into(), known }
+    }
+}
+
+/// The name without what an earlier upgrade has added.
+fn known(path: &Path) -> PathBuf {
+    let text = path.to_string_lossy();
+    let stem = text.rsplit_once(STAGED).filter(|(_, number)| number.parse::<u32>().is_ok());
+    stem.map_or_else(|| path.to_owned(), |(stem, _)| PathBuf::from(stem))
+}
+
+impl InPlace {
+    /// Looks whether the guest of `machine` can go on in another process: its RAM is `ram`, and the
+    /// device state is had of it by `state_by`. Changes nothing.
+    ///
+    /// # Errors
+    /// What stands against it, with the cure.
+    pub(crate) fn look(
+        machine: &mut Machine,
+        ram: &Arc<Vec<RamBlock>>,
+        (state_by, back_ends): (StateBy, bool),
+    ) -> Result<Self, QemuError> {
+        let pid = machine.pid;
+        check_user(pid)?;
+        if back_ends {
+            return Err(refused(
+                "the VM has a device of another process's (vhost-user), which serves one QEMU: \
+                 this guest moves by `godwit migrate`, to a QEMU with a back end of its own",
+            ));
+        }
+        let memory = machine.qmp.run(&QueryMemdev)?;
+        if state_by != StateBy::Migration {
+            let what = match memory.iter().any(|back_end| back_end.share) {
+                true => "is in a memfd or a file without a name",
+                false => "is the old QEMU's own",
+            };
+            return Err(refused(format!(
+                "the guest's memory {what}, and no other process can map it by its name: {CURE}"
+            )));
+        }
+        for back_end in &memory {
+            let object = format!("/objects/{}", back_end.id);
+            let asked = QomGet::<bool>::new(&object, "discard-data");
+            if machine.qmp.run_if_known(&asked)? == Some(true) {
+                return Err(refused(format!(
+                    "the memory back end '{}' has discard-data=on: the old QEMU would take the \
+                     guest's memory along when it ends; start the VM without it",
+                    back_end.id
+                )));
+            }
+        }
+        let kind = machine_type(machine)?;
+        if !MACHINES.iter().any(|known| kind.starts_with(known)) {
+            return Err(refused(format!(
+                "a machine of type '{kind}' may write guest memory when it is started: an upgrade \
+                 is for pc, q35 and microvm; move it by `godwit migrate`"
+            )));
+        }
+        let names = names(pid)?.into_iter().map(Name::new).collect();
+        let directory = run_directory::path();
+        sweep(&directory);
+        let handover = directory.join(format!("{}{HANDOVER}", Mark::own()));
+        Ok(Self { old: pid, ram: Arc::clone(ram), new: OnceLock::new(), names, handover })
+    }
+
+    /// The old QEMU's process.
+    pub(crate) fn old(&self) -> i32 {
+        self.old
+    }
+
+    /// The file that says that the guest is the new QEMU's.
+    pub(crate) fn handover(&self) -> &Path {
+        &self.handover
+    }
+
+    /// Settles that the guest is the new QEMU's, whatever becomes of this process.
+    pub(crate) fn hand_over(&self) -> Result<(), QemuError> {
+        let made = File::create_new(&self.handover);
+        made.map(drop).map_err(|source| QemuError::Record { path: self.handover.clone(), source })
+    }
+
+    /// The new QEMU, as soon as it waits for the guest.
+    #[must_use]
+    pub fn successor(&self) -> Option<Successor> {
+        self.new.get().copied()
+    }
+
+    /// The old name of each file, and that under which the new QEMU is to make it.
+    pub(crate) fn names(&self) -> impl Iterator<Item = (&Path, &Path)> {
+        self.names.iter().map(|name| (&*name.old, &*name.staged))
+    }
+
+    /// Refuses a new QEMU that has other memory than the old one.
+    pub(crate) fn check_same(&self, ram: &[RamBlock]) -> Result<(), QemuError> {
+        let same = |here: &RamBlock| self.ram.iter().any(|old| is_same(old, here));
+        match ram.iter().find(|block| !same(block)) {
+            None if ram.len() == self.ram.len() => Ok(()),
+            None => Err(refused(format!(
+                "the new QEMU has {} RAM blocks and the old one {}: give it the same memory back \
+                 ends",
+                ram.len(),
+                self.ram.len()
+            ))),
+            Some(block) => Err(refused(format!(
+                "RAM block '{}' of the new QEMU is not that of the old one: give its back end the \
+                 same id, size, mem-path and offset, and share=on",
+                block.name()
+            ))),
+        }
+    }
+
+    /// The new QEMU is there, and has the same memory.
+    pub(crate) fn found(&self, new: Successor) {
+        // There is one of them.
+        let _ = self.new.set(new);
+    }
+
+    /// Removes what a new QEMU has left that did not get the guest.
+    pub fn drop_names(&self) {
+        for name in &self.names {
+            let _ = std::fs::remove_file(&name.staged);
+        }
+    }
+
+    /// Gives the new QEMU's files the names by which others know them. The old one has ended: it
+    /// removes what is under its names.
+    ///
+    /// # Errors
+    /// Names what has kept another name.
+    pub fn take_names(&self) -> Result<(), QemuError> {
+        let left = self.names.iter().filter(|name| {
+            name.staged.exists() && std::fs::rename(&name.staged, &name.known).is_err()
+        });
+        let left: Vec<String> = left
+            .map(|name| format!("{} ({})", name.known.display(), name.staged.display()))
+            .collect();
+        match left.is_empty() {
+            true => Ok(()),
+            false => Err(refused(format!(
+                "these files of the new QEMU could not be given their names and have others: {}",
+                left.join(", ")
+            ))),
+        }
+    }
+}
+
+impl Drop for InPlace {
+    /// After a panic the guardians need it.
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            let _ = std::fs::remove_file(&self.handover);
+        }
+    }
+}
+
+/// Removes from `directory` what upgrades have left that were killed long ago.
+fn sweep(directory: &Path) {
+    for (file, _) in leftovers(directory, HANDOVER) {
+        let age = file.metadata().and_then(|about| about.modified()).ok();
+        if age.and_then(|at| at.elapsed().ok()).is_some_and(|age| age > HANDOVER_AGE) {
+            let _ = std::fs::remove_file(file);
+        }
+    }
+}
+
+/// What stands against an upgrade.
+fn refused(words: impl Into<String>) -> QemuError {
+    QemuError::Upgrade(words.into())
+}
+
+/// Refuses a QEMU of another user: the new one would have this process's rights.
+fn check_user(pid: i32) -> Result<(), QemuError> {
+    let failed = |source| QemuError::System { step: "looking at QEMU's process", source };
+    let user = std::fs::metadata(format!("/proc/{pid}")).map_err(failed)?.uid();
+    if user == rustix::process::geteuid().as_raw() {
+        return Ok(());
+    }
+    Err(refused(format!(
+        "the old QEMU is user {user}'s, and the new one would be this user's: run godwit upgrade \
+         as that user"
+    )))
+}
+
+/// The files that QEMU `pid` has made and the new one is to make as well: sockets that it listens
+/// at, and its pid file.
+fn names(pid: i32) -> Result<BTreeSet<PathBuf>, QemuError> {
+    let failed = |source: procfs::ProcError| QemuError::NoProcess { pid, why: source.to_string() };
+    let process = Process::new(pid).map_err(failed)?;
+    let own: BTreeSet<u64> = process
+        .fd()
+        .map_err(failed)?
+        .filter_map(|descriptor| match descriptor.ok()?.target {
+            FDTarget::Socket(inode) => Some(inode),
+            _ => None,
+        })
+        .collect();
+    let sockets = process.unix().map_err(failed)?.into_iter();
+    let listening = sockets
+        .filter(|socket| own.contains(&socket.inode))
+        .filter(|socket| !matches!(socket.state, UnixState::CONNECTED))
+        .filter_map(|socket| socket.path)
+        .filter(|path| !path.to_string_lossy().starts_with('@'));
+    let words = process.cmdline().map_err(failed)?;
+    let given = options(&words).into_iter().filter(|given| given.name == "pidfile");
+    let pid_files = given.filter_map(|given| given.value).map(PathBuf::from);
+    let directory = process.cwd().map_err(failed)?;
+    Ok(listening.chain(pid_files).map(|path| directory.join(path)).collect())
+}
+
+/// The tracker of a VM of which no page is to be copied.
+#[derive(Debug)]
+pub(crate) struct NothingToTrack;
+
+impl DirtyTracker for NothingToTrack {
+    fn harvest(
+        &self,
+        _block: usize,
+        within: PageRun,
+        _limit: PageCount,
+        _found: &mut dyn FnMut(PageRun),
+    ) -> Result<PageIndex, TrackError> {
+        Ok(within.end())
+    }
+
+    fn look(
+        &self,
+        _block: usize,
+        _within: PageRun,
+        _asof: AsOf,
+        _found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_that_others_know_however_often_the_guest_was_upgraded() {
+        let own = std::process::id();
+        let first = Name::new("/run/vm.qmp".into());
+        assert_eq!(first.staged, Path::new(&format!("/run/vm.qmp.godwit-{own}")));
+        assert_eq!((&first.known, &first.old), (&"/run/vm.qmp".into(), &"/run/vm.qmp".into()));
+        let second = Name::new("/run/vm.qmp.godwit-17".into());
+        assert_eq!(second.known, Path::new("/run/vm.qmp"));
+        assert_eq!(second.staged, first.staged);
+        assert_eq!(known(Path::new("/run/a.godwit-x")), Path::new("/run/a.godwit-x"));
+    }
+}

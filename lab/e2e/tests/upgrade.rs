@@ -1,0 +1,366 @@
+//! `godwit upgrade`: the QEMU under a guest changes, and its memory stays where it is.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use godwit_e2e::{
+    LIMIT, await_process_alone, await_quit, check_refused, check_settings, check_untouched,
+    guardian_of_process, oldest,
+};
+use godwit_stamp::settings::{DiskWork, Mode};
+use godwit_testbed::{
+    Backend, DiskImage, Ended, Godwit, GuestConfig, QemuBuild, Qmp, Room, Running, StartedVm,
+    TestVm, VmConfig, builds_for, images_for,
+};
+use godwit_units::ByteCount;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
+
+/// A QEMU that an upgrade has started, and that ends with the test.
+struct Successor(StartedVm);
+
+impl Successor {
+    fn of(upgrade: &Running) -> anyhow::Result<Self> {
+        StartedVm::of(upgrade, LIMIT).map(Self)
+    }
+}
+
+impl Drop for Successor {
+    fn drop(&mut self) {
+        if let Some(pid) = Pid::from_raw(self.0.pid).filter(|_| self.0.is_alive()) {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+    }
+}
+
+fn config(build: &QemuBuild) -> VmConfig {
+    let config = VmConfig::new(build, GuestConfig::small(Mode::Full));
+    config.with_extra(&["-device", "VGA", "-device", "virtio-rng-pci,id=rng"])
+}
+
+fn started(config: &VmConfig) -> anyhow::Result<TestVm> {
+    let vm = TestVm::source(config)?;
+    vm.wait_ready(LIMIT)?;
+    vm.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+    Ok(vm)
+}
+
+fn name_of(vm: &TestVm) -> String {
+    format!("qemu:{}", vm.qmp_socket().display())
+}
+
+fn program(build: &QemuBuild) -> String {
+    build.program.display().to_string()
+}
+
+/// Files under which a new QEMU has what the old one has as well.
+fn staged(vm: &TestVm) -> anyhow::Result<Vec<String>> {
+    let directory = vm.qmp_socket().parent().context("no directory")?.to_owned();
+    let names = std::fs::read_dir(directory)?.flatten().map(|entry| entry.file_name());
+    let names = names.map(|name| name.to_string_lossy().into_owned());
+    Ok(names.filter(|name| name.contains(".godwit-")).collect())
+}
+
+/// The guest runs in the old QEMU as if nothing had been there.
+fn check_stayed(vm: &mut TestVm) -> anyhow::Result<()> {
+    check_untouched(vm)?;
+    let staged = staged(vm)?;
+    ensure!(staged.is_empty(), "{staged:?}");
+    // Others find it where it was.
+    let status = Qmp::connect(&vm.qmp_socket())?;
+    drop(status);
+    Ok(())
+}
+
+fn check_upgraded(ended: &Ended, version: (u32, u32, u32)) -> anyhow::Result<()> {
+    let last = ended.last();
+    ensure!(ended.status.success(), "{last} {}", ended.errors);
+    ensure!(last["outcome"] == "upgraded", "{last} {}", ended.errors);
+    ensure!(last["remarks"] == serde_json::json!([]), "{last}");
+    let told = last["version"].as_str().unwrap_or_default();
+    let wanted = format!("{}.{}.{}", version.0, version.1, version.2);
+    ensure!(told == wanted, "{told} is not {wanted}");
+    // Nothing of memory was moved.
+    ensure!(last["ram_bytes"] == 0 && last["raw_bytes"] == 0, "{last}");
+    let downtime = last["downtime_ms"].as_f64().context("no downtime")?;
+    let part = |key: &str| last[key].as_f64().unwrap_or_default();
+    let parts = ["stop_ms", "drain_ms", "copy_ms", "save_ms", "load_ms", "handover_ms"];
+    let parts = parts.map(|key| format!("{key} {:.1}", part(key)));
+    println!("downtime {downtime:.1} ms: {}", parts.join(", "));
+    ensure!(downtime > 0.0 && downtime < 10_000.0, "{last}");
+    Ok(())
+}
+
+#[test]
+fn a_guest_goes_on_in_another_qemu_and_back_with_its_memory_where_it_is() -> anyhow::Result<()> {
+    let test = "a_guest_goes_on_in_another_qemu_and_back_with_its_memory_where_it_is";
+    let builds = builds_for(test);
+    if builds.is_empty() || !images_for(test) {
+        return Ok(());
+    }
+    let old = oldest(&builds)?;
+    let new = builds.iter().max_by_key(|build| build.version).context("no QEMU")?;
+    let image = DiskImage::create("qcow2", ByteCount(48 << 20))?;
+    let mut config = config(old).with_disk("disk0", &image);
+    let span = ByteCount(16 << 20);
+    config.guest.disk = DiskWork { write: 2 << 20, read: 2 << 20, span, ..DiskWork::default() };
+    let mut vm = started(&config)?;
+    let godwit = Godwit::built()?;
+
+    let upgrade = godwit.upgrade(&name_of(&vm), &["--program", &program(new)])?;
+    let first = Successor::of(&upgrade)?;
+    check_upgraded(&upgrade.wait(LIMIT)?, new.version)?;
+
+    await_quit(&mut vm)?;
+    let last = vm.heartbeats().last().context("no heartbeat")?.heartbeat.n;
+    let numbers = first.0.await_beats(5, LIMIT)?;
+    ensure!(numbers.first() > Some(&last), "{last}, {numbers:?}");
+    ensure!(numbers.windows(2).all(|pair| pair[1] > pair[0]), "{numbers:?}");
+    ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
+    ensure!(staged(&vm)?.is_empty(), "{:?}", staged(&vm)?);
+    await_process_alone(first.0.pid)?;
+
+    // Under the name by which others knew the old one, and from the new one's own command line.
+    let upgrade = godwit.upgrade(&name_of(&vm), &["--program", &program(old)])?;
+    let second = Successor::of(&upgrade)?;
+    check_upgraded(&upgrade.wait(LIMIT)?, old.version)?;
+
+    first.0.await_end(LIMIT)?;
+    let last = first.0.await_beats(0, LIMIT)?.last().copied().context("no heartbeat")?;
+    let numbers = second.0.await_beats(5, LIMIT)?;
+    ensure!(numbers.first() > Some(&last), "{last}, {numbers:?}");
+    let mut qmp = Qmp::connect(&vm.qmp_socket())?;
+    let status = qmp.execute("query-status", serde_json::Value::Null)?;
+    ensure!(status["status"] == "running", "{status}");
+    await_process_alone(second.0.pid)
+}
+
+/// A program that starts `build` with more options.
+fn wrapper(room: &Room, build: &QemuBuild, more: &str) -> anyhow::Result<String> {
+    let path = room.dir().join("qemu-system-other");
+    let script = format!("#!/bin/sh\nexec {} \"$@\" {more}\n", program(build));
+    std::fs::write(&path, script)?;
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755))?;
+    Ok(path.display().to_string())
+}
+
+#[test]
+fn a_new_qemu_that_does_not_come_up_or_load_leaves_the_guest_in_the_old_one() -> anyhow::Result<()>
+{
+    let test = "a_new_qemu_that_does_not_come_up_or_load_leaves_the_guest_in_the_old_one";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let build = oldest(&builds)?;
+    let mut vm = started(&config(build))?;
+    let (godwit, name) = (Godwit::built()?, name_of(&vm));
+    let failed = |options: &[&str]| godwit.upgrade(&name, options)?.wait(LIMIT);
+
+    let missing = failed(&["--program", "/nowhere/qemu"])?;
+    check_refused(&missing, 1, &["--program /nowhere/qemu", "no such program"])?;
+    check_stayed(&mut vm)?;
+
+    let other = failed(&["--program", "/bin/true"])?;
+    check_refused(&other, 1, &["did not start (it has ended)"])?;
+    check_stayed(&mut vm)?;
+
+    let shown = failed(&["--program", &program(build), "--dry-run"])?;
+    ensure!(shown.status.success() && shown.last()["outcome"] == "shown", "{}", shown.errors);
+    check_stayed(&mut vm)?;
+
+    // One with a device more: it is told before the guest is stopped, and if it may differ all the
+    // same, by the state that does not load.
+    let room = Room::new()?;
+    let more = wrapper(&room, build, "-device virtio-rng-pci,id=more,addr=0x1c")?;
+    let differs = failed(&["--program", &more])?;
+    ensure!(differs.errors.contains("the two VMs differ"), "{}", differs.errors);
+    check_stayed(&mut vm)?;
+    let less = "-global virtio-rng-pci.disable-legacy=on -global virtio-rng-pci.vectors=0";
+    let less = wrapper(&room, build, less)?;
+    let upgrade = godwit.upgrade(&name, &["--program", &less, "--allow-differences", "all"])?;
+    let new = Successor::of(&upgrade)?;
+    let refuses = upgrade.wait(LIMIT)?;
+    ensure!(refuses.status.code() == Some(1), "{} {}", refuses.last(), refuses.errors);
+    ensure!(refuses.errors.contains("load"), "{}", refuses.errors);
+    new.0.await_end(LIMIT)?;
+    check_stayed(&mut vm)?;
+
+    // Other memory is found out, by its file and not by its name.
+    let words = std::fs::read(format!("/proc/{}/cmdline", vm.pid()))?;
+    let words: Vec<String> = words
+        .split(|byte| *byte == 0)
+        .filter(|word| !word.is_empty())
+        .map(|word| format!("'{}'", String::from_utf8_lossy(word)))
+        .collect();
+    let taken = failed(&["--exec", &words.join(" ")])?;
+    check_refused(&taken, 1, &["--exec", "another name"])?;
+    check_stayed(&mut vm)?;
+    let pair = |pair: &[String]| ["'-qmp'", "'-pidfile'"].contains(&pair[0].as_str());
+    let mut bare = Vec::new();
+    let mut rest = words.as_slice();
+    while let Some((word, after)) = rest.split_first() {
+        match rest.get(..2).is_some_and(pair) {
+            true => rest = &rest[2..],
+            false => {
+                bare.push(word.clone());
+                rest = after;
+            }
+        }
+    }
+    let ram = vm.ram_file().display().to_string();
+    let other = format!("{ram}-other");
+    let elsewhere = bare.join(" ").replace(&ram, &other);
+    let elsewhere = failed(&["--exec", &elsewhere])?;
+    let _ = std::fs::remove_file(other);
+    ensure!(elsewhere.errors.contains("is not that of the old one"), "{}", elsewhere.errors);
+    check_stayed(&mut vm)?;
+
+    // And the same command with the same memory does.
+    let upgrade = godwit.upgrade(&name, &["--exec", &bare.join(" ")])?;
+    let new = Successor::of(&upgrade)?;
+    check_upgraded(&upgrade.wait(LIMIT)?, build.version)?;
+    await_quit(&mut vm)?;
+    new.0.await_beats(3, LIMIT).map(drop)
+}
+
+#[test]
+fn memory_that_cannot_stay_is_refused_with_what_would_do() -> anyhow::Result<()> {
+    let test = "memory_that_cannot_stay_is_refused_with_what_would_do";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let build = oldest(&builds)?;
+    let godwit = Godwit::built()?;
+    for (backend, words) in [
+        (Backend::Anonymous, ["old QEMU's own", "share=on", "godwit migrate --vm VM --to unix:"]),
+        (Backend::Memfd, ["is in a memfd", "memory-backend-file", "godwit receive --start"]),
+    ] {
+        let mut vm = TestVm::source(&config(build).with_backend(backend))?;
+        vm.wait_ready(LIMIT)?;
+        let ended = godwit.upgrade(&name_of(&vm), &[])?.wait(LIMIT)?;
+        check_refused(&ended, 1, &words)?;
+        check_stayed(&mut vm)?;
+    }
+    // What is in a file, and would go with the old QEMU.
+    let mut vm = started(&config(build))?;
+    let discards = json!({ "path": "/objects/mem", "property": "discard-data", "value": true });
+    vm.qmp().execute("qom-set", discards)?;
+    let ended = godwit.upgrade(&name_of(&vm), &[])?.wait(LIMIT)?;
+    check_refused(&ended, 1, &["'mem' has discard-data=on", "start the VM without it"])?;
+    check_stayed(&mut vm)
+}
+
+/// Waits until the guardian of the QEMU `pid` has done what it is for.
+fn await_guardian(pid: i32) -> anyhow::Result<()> {
+    let until = Instant::now() + LIMIT;
+    while guardian_of_process(pid)?.is_some() {
+        ensure!(Instant::now() < until, "a guardian stays");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+/// Runs an upgrade that is killed, and returns the two QEMUs that may have the guest.
+fn killed(config: &VmConfig, fault: &str) -> anyhow::Result<(TestVm, Successor)> {
+    let vm = started(config)?;
+    let program = program(&config.build);
+    let upgrade =
+        Godwit::built()?.upgrade(&name_of(&vm), &["--program", &program, "--fault", fault])?;
+    let new = Successor::of(&upgrade)?;
+    let ended = upgrade.wait(LIMIT)?;
+    ensure!(!ended.status.success(), "{fault}: {}", ended.last());
+    await_guardian(vm.pid())?;
+    await_guardian(new.0.pid)?;
+    Ok((vm, new))
+}
+
+fn one_has_the_guest(test: &str, faults: &[(&str, Option<bool>)]) -> anyhow::Result<()> {
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let config = config(oldest(&builds)?);
+    for (fault, stays) in faults {
+        let (mut vm, new) = killed(&config, fault)?;
+        let status = vm.status().with_context(|| (*fault).to_owned())?;
+        let here = status == "running";
+        ensure!(stays.is_none_or(|stays| stays == here), "{fault}: the old one is '{status}'");
+        if here {
+            new.0.await_end(LIMIT).with_context(|| (*fault).to_owned())?;
+            check_stayed(&mut vm).with_context(|| (*fault).to_owned())?;
+        } else {
+            ensure!(status == "postmigrate", "{fault}: the old one is '{status}'");
+            new.0.await_beats(3, LIMIT).with_context(|| (*fault).to_owned())?;
+            ensure!(vm.status()? == "postmigrate", "{fault}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn an_upgrade_that_is_killed_leaves_the_guest_in_exactly_one_process() -> anyhow::Result<()> {
+    let test = "an_upgrade_that_is_killed_leaves_the_guest_in_exactly_one_process";
+    one_has_the_guest(
+        test,
+        &[
+            ("kill-after-release", Some(true)),
+            ("kill-before-commit", Some(true)),
+            ("kill-after-commit", None),
+            ("kill-after-farewell", Some(false)),
+        ],
+    )
+}
+
+#[test]
+#[ignore = "takes a minute: make test-long"]
+fn an_upgrade_that_is_killed_anywhere_leaves_the_guest_in_one_process() -> anyhow::Result<()> {
+    let test = "an_upgrade_that_is_killed_anywhere_leaves_the_guest_in_one_process";
+    let before = ["kill-after-prepare", "kill-after-stop", "kill-after-state", "kill-after-ready"];
+    let again = [("kill-after-commit", None); 5];
+    let faults: Vec<_> = before.iter().map(|fault| (*fault, Some(true))).chain(again).collect();
+    one_has_the_guest(test, &faults)
+}
+
+#[test]
+fn an_upgrade_that_is_interrupted_or_hangs_leaves_the_guest_in_the_old_qemu() -> anyhow::Result<()>
+{
+    let test = "an_upgrade_that_is_interrupted_or_hangs_leaves_the_guest_in_the_old_qemu";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let config = config(oldest(&builds)?);
+    let mut vm = started(&config)?;
+    let program = program(&config.build);
+    // With the guest stopped, and all of its state loaded.
+    for fault in ["hold-stopped", "hold-ready"] {
+        let options = ["--program", &program, "--fault", fault];
+        let upgrade = Godwit::built()?.upgrade(&name_of(&vm), &options)?;
+        let new = Successor::of(&upgrade)?;
+        let until = Instant::now() + LIMIT;
+        while vm.status()? == "running" {
+            ensure!(Instant::now() < until, "{fault}: the guest is not stopped");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        upgrade.signal(Signal::INT)?;
+        let ended = upgrade.wait(LIMIT)?;
+        ensure!(ended.status.code() == Some(130), "{fault}: {} {}", ended.last(), ended.errors);
+        new.0.await_end(LIMIT).with_context(|| fault.to_owned())?;
+        check_stayed(&mut vm).with_context(|| fault.to_owned())?;
+    }
+
+    // A new QEMU that is killed.
+    let options = ["--program", &program, "--fault", "hold-stopped"];
+    let upgrade = Godwit::built()?.upgrade(&name_of(&vm), &options)?;
+    let new = Successor::of(&upgrade)?;
+    kill_process(Pid::from_raw(new.0.pid).context("no process")?, Signal::KILL)?;
+    let ended = upgrade.wait(LIMIT)?;
+    ensure!(ended.status.code() == Some(1), "{} {}", ended.last(), ended.errors);
+    check_stayed(&mut vm)?;
+    ensure!(Path::new(vm.ram_file()).exists());
+    check_settings(&mut vm)
+}
