@@ -20,7 +20,7 @@ use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_policy::{Settings, ThrottleMode};
 use godwit_units::TypedRate;
 
-use machine::{Destination, Found, Proxy, SIZES, Source};
+use machine::{Destination, Found, Proxy, SIZES, Source, SourceDisk};
 
 const ALL: u64 = SIZES[0] + SIZES[1];
 /// In which a part of memory takes its time.
@@ -190,11 +190,17 @@ fn where_it_cannot_be_it_is_refused_before_anything_is_sent() {
     let moved = move_over(&options(PostCopy::Never), &handle, lacks, Address::clone);
     assert!(moved.result.is_ok() && moved.found.ran);
 
-    for (options, word) in [
-        (Options { verify: Verify::Live, ..options(PostCopy::Now) }, "--verify"),
-        (Options { reconnect: Duration::ZERO, ..options(PostCopy::After(3)) }, "--reconnect"),
+    let disk = vec![Arc::new(SourceDisk::new("vda", 1 << 20))];
+    for (options, disks, word) in [
+        (Options { verify: Verify::Live, ..options(PostCopy::Now) }, vec![], "--verify"),
+        (
+            Options { reconnect: Duration::ZERO, ..options(PostCopy::After(3)) },
+            vec![],
+            "--reconnect",
+        ),
+        (options(PostCopy::OnTimeout), disk, "--disks"),
     ] {
-        let mut source = Source::start(Duration::from_secs(60), Vec::new());
+        let mut source = Source::start(Duration::from_secs(60), disks);
         let failure = migrate(&mut source, &options, &handle, &mut |_| {}).unwrap_err();
         assert!(failure.to_string().contains(word), "{failure}");
         assert!(source.running.load(Ordering::Relaxed));
@@ -216,6 +222,19 @@ fn connections_that_are_lost_meanwhile_are_made_again() {
         let made = proxy.unwrap().cuts_made();
         assert!(made > 0, "seed {seed}");
         assert!(measures.post_copy.unwrap().resumptions > 0, "seed {seed}: {measures:?}");
+    }
+}
+
+/// COMMIT or its answer is lost: the source asks over a new connection, over which nobody sends any
+/// pages; what had been asked for before was asked for over one that is gone.
+#[cfg(feature = "test-hooks")]
+#[test]
+fn a_handover_that_is_asked_about_loses_no_page() {
+    use godwit_engine::source::Fault;
+    for fault in [Fault::LoseCommit, Fault::CutAfterCommit] {
+        let options = Options { fault: Some(fault), ..options(PostCopy::Now) };
+        let moved = plainly(&options, &handle());
+        moved.came_whole();
     }
 }
 

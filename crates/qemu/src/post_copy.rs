@@ -11,6 +11,7 @@ use godwit_bitmap::DirtyBitmap;
 use godwit_engine::vm::ArrivingPages;
 use godwit_memory::{Place, RamBlock};
 use godwit_track::{Approach, MissingPages, TrackError, Way, may_trace};
+use godwit_units::ByteCount;
 
 use crate::machine::Machine;
 use crate::process::descriptors;
@@ -34,6 +35,14 @@ pub(crate) fn refusal(pid: i32, ram: &[RamBlock]) -> Option<String> {
         .or_else(|| may_trace(pid).err().map(|error| error.to_string()))
         .or_else(|| governor::refusal_of_faults(pid))
         .or_else(|| {
+            let all: ByteCount = ram.iter().map(|block| block.pages().bytes()).sum();
+            (locked(pid) > all.0 / 2).then(|| {
+                "its memory is locked, so that nothing of it can be thrown away: start it without \
+                 -overcommit mem-lock=on"
+                    .to_owned()
+            })
+        })
+        .or_else(|| {
             other_userfaultfd(pid).then(|| {
                 format!(
                     "process {pid} has a userfaultfd of its own, or of another godwit: end that \
@@ -41,6 +50,14 @@ pub(crate) fn refusal(pid: i32, ram: &[RamBlock]) -> Option<String> {
                 )
             })
         })
+}
+
+/// How much memory of process `pid` is locked (proc(5), VmLck).
+fn locked(pid: i32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmLck:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    kib.unwrap_or_default() << 10
 }
 
 /// Whether somebody has a userfaultfd in process `pid`.

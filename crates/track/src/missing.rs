@@ -469,7 +469,10 @@ impl MissingPages {
                     let first = mapping.pages.start.0 + (from - mapping.address.0) / PAGE_SIZE;
                     let run = PageRun::new(first, (to - from).div_ceil(PAGE_SIZE));
                     state.measures.discarded += state.awaited[block].clear(run).0;
-                    state.asked[block].clear(run);
+                    // Who waits for one already was told of, and comes back for zeros.
+                    if state.asked[block].clear(run) > PageCount::ZERO {
+                        let _ = uapi::uffd_wake(self.uffd(), from, to - from);
+                    }
                 }
             }
         }

@@ -170,6 +170,7 @@ mod tests {
             order: Arc::new(vec![0]),
             placed: None,
             arriving: Arc::default(),
+            closed: Arc::default(),
             slips: Slips::new(MadeUp::none()),
             any_channel,
         };

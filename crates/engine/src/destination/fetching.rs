@@ -4,6 +4,7 @@
 //! Invariant: between the word that pages are missing and the last of them nothing is placed but by
 //! [`ArrivingPages`](crate::vm::ArrivingPages), which has each placed once.
 
+use std::io;
 use std::time::{Duration, Instant};
 
 use godwit_protocol::destination::Input;
@@ -11,9 +12,9 @@ use godwit_units::{PageCount, PageRun};
 use godwit_wire::{Feature, MISSING_LIMIT, Message};
 
 use super::arriving::{Fetching, MissingList};
-use super::door::Return;
+use super::channel::PEER;
 use super::lanes::Lanes;
-use super::session::out_of_place;
+use super::session::{Found, out_of_place};
 use super::{Destination, Notice, Stage};
 use crate::{EngineError, limits};
 
@@ -43,6 +44,7 @@ impl Destination<'_> {
     pub(super) fn await_pages(&mut self, lanes: &mut Lanes) -> Result<(), EngineError> {
         let Some(list) = self.missing.take() else { return Err(EngineError::Panicked("main")) };
         self.left = true;
+        lanes.refuse_pages();
         lanes.add_urgent(&self.session, self.notice)?;
         let vm = self.vm.post_copy().ok_or(EngineError::Panicked("main"))?;
         let pages = vm.await_pages(list.into_missing()).map_err(EngineError::Vm)?;
@@ -67,6 +69,11 @@ impl Destination<'_> {
             if let Some(error) = fetching.failure().or_else(|| lanes.failure()) {
                 return Err(error);
             }
+            if lanes.have_ended() {
+                // A source that asked who runs the guest has made no others: it is to come back.
+                let source = io::ErrorKind::NotConnected.into();
+                return Err(EngineError::Link { peer: PEER, source });
+            }
             if told.elapsed() >= limits::ALIVE {
                 told = Instant::now();
                 (self.notice)(&Notice::Fetching { left: fetching.left().bytes() });
@@ -82,46 +89,64 @@ impl Destination<'_> {
 
     /// Every missing page is in place: the source is told so, and the machine let go.
     pub(super) fn say_placed(&mut self) -> Result<(), EngineError> {
-        self.session.linger();
+        self.session.linger_anew();
         let said = self.session.say(&Message::Placed);
+        self.let_go();
+        said
+    }
+
+    /// Nothing is missing any more: the machine is let go.
+    fn let_go(&mut self) {
         if let Some(mut fetching) = self.fetching.take() {
             match fetching.finish() {
                 Ok(fetched) => self.measures.fetched = Some(fetched),
                 // It does no harm, and the guest runs.
                 Err(error) => tracing::warn!(%error, "something stays in the machine"),
             }
+            self.measures.total = self.session.elapsed();
         }
-        self.measures.total = self.session.elapsed();
-        said
+    }
+
+    /// Whether nothing is missing.
+    fn is_whole(&self) -> bool {
+        self.fetching.as_ref().is_none_or(|it| it.left() == PageCount::ZERO)
     }
 
     /// Waits for the source to come back, without end: nobody else has what is missing. The last of
     /// it may have come while it was lost.
     pub(super) fn await_source_again(&mut self) -> Result<Input, EngineError> {
-        let is_whole = self.fetching.as_ref().is_none_or(|it| it.left() == PageCount::ZERO);
-        if is_whole {
-            return Ok(Input::AllPlaced);
+        loop {
+            // What the guest has given back meanwhile is missing no more.
+            if self.is_whole() {
+                self.let_go();
+                self.session.linger_anew();
+                return Ok(Input::AllPlaced);
+            }
+            let soon = Instant::now() + limits::TICK;
+            if let Some(found) = self.session.await_either(self.vm, soon, self.notice)? {
+                return Ok(self.found_again(found));
+            }
         }
-        let found = self.session.await_either(self.vm, None, self.notice)?;
-        Ok(self.found_again(found))
     }
 
     /// The same when nothing is missing any more, and the source may not know: within a limit.
     pub(super) fn await_asking_source(&mut self) -> Result<Input, EngineError> {
         (self.notice)(&Notice::AwaitingSource { limit: limits::LINGER });
         let until = self.session.linger();
-        let found = self.session.await_either(self.vm, Some(until), self.notice)?;
+        let found = self.session.await_either(self.vm, until, self.notice)?;
+        let what = "the source";
+        let found = found.ok_or(EngineError::Timeout { what, limit: limits::LINGER })?;
         Ok(self.found_again(found))
     }
 
     /// A source that comes back is answered; one that asks says COMMIT next.
-    fn found_again(&mut self, found: Option<Return>) -> Input {
+    fn found_again(&mut self, found: Found) -> Input {
         match found {
-            Some(back) => {
+            Found::Back(back) => {
                 self.back = Some(back);
                 Input::Returned
             }
-            None => Input::Commit,
+            Found::Asks => Input::Commit,
         }
     }
 

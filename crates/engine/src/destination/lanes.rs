@@ -7,7 +7,7 @@
 //! which that is said have ended, and those of an earlier attempt are never read again.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -63,6 +63,8 @@ pub(super) struct Lanes {
     proves_disks: bool,
     /// Behind the word that pages are missing: what places these.
     arriving: Arc<OnceLock<Arc<Arriving>>>,
+    /// Until that is there nothing may come.
+    closed: Arc<AtomicBool>,
     /// What was read back, once the last round of all disks was.
     proven: Option<Proven>,
     /// The key that fingerprints are told by, once, of a source that audits.
@@ -131,6 +133,7 @@ impl Lanes {
             prover: None,
             proves_disks,
             arriving: Arc::default(),
+            closed: Arc::default(),
             proven: None,
             proof_key: None,
             marks_lost: true,
@@ -159,6 +162,7 @@ impl Lanes {
             order: Arc::clone(&self.order),
             placed: self.placed_pages.clone(),
             arriving: Arc::clone(&self.arriving),
+            closed: Arc::clone(&self.closed),
             slips: Slips::new(self.made_up),
             #[cfg(test)]
             any_channel: false,
@@ -216,6 +220,17 @@ impl Lanes {
         let streams = await_channels(session, self.attempt, number..number + 1, notice)?;
         let place = self.memory_place(number);
         self.run_channels(number, streams, vec![place])
+    }
+
+    /// From here on no page may come until what places them is there: whoever wrote to one that is
+    /// missing would wait for it.
+    pub(super) fn refuse_pages(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether there are no channels.
+    pub(super) fn have_ended(&self) -> bool {
+        self.channels.is_empty()
     }
 
     /// From here on what comes is placed by `arriving`.

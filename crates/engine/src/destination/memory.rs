@@ -2,6 +2,7 @@
 //!
 //! Invariant: a segment's pages come over its own channel only, which is checked.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use godwit_memory::{RamBlock, channel_of};
@@ -26,6 +27,8 @@ pub(super) struct MemoryPlace {
     pub(super) placed: Option<Arc<Placed>>,
     /// Behind the word that pages are missing: what places these.
     pub(super) arriving: Arc<OnceLock<Arc<Arriving>>>,
+    /// Until that is there nothing may come.
+    pub(super) closed: Arc<AtomicBool>,
     /// What is got wrong on purpose.
     pub(super) slips: Slips,
     /// A fault made up: pages are taken over any channel.
@@ -81,6 +84,10 @@ impl PageSink for MemoryPlace {
                 return Err(EngineError::Protocol { peer: PEER, what });
             }
             return arriving.place(own, run, content, bytes);
+        }
+        if self.closed.load(Ordering::SeqCst) {
+            let what = "it sent pages behind the word that some are missing".to_owned();
+            return Err(EngineError::Protocol { peer: PEER, what });
         }
         #[cfg(test)]
         let any_channel = self.any_channel;

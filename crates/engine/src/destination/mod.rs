@@ -801,7 +801,9 @@ impl Destination<'_> {
         let Some(back) = self.back.take() else { return Err(EngineError::Panicked("main")) };
         let way = (back.attempt, back.channels);
         self.kept.write(|record| record.attempt = back.attempt)?;
-        self.session.answer_return(back, lanes.placed())?;
+        // How many frames were placed says nothing of pages that come more than once.
+        let placed = if self.left { (lanes.placed().0, [].as_slice()) } else { lanes.placed() };
+        self.session.answer_return(back, placed)?;
         if self.left {
             self.tell_missing(lanes)?;
         }
@@ -855,6 +857,8 @@ impl Destination<'_> {
         if lost {
             let ended = EngineError::Ended("destination");
             let (code, text) = (ended.abort_code(), ended.to_string());
+            // A source that did not hear that the guest ran would take it back otherwise.
+            let _ = self.session.say(&Message::Running);
             let _ = self.session.say(&Message::Abort { code, text });
             self.cause = Some((Phase::Handover, ended));
         }
@@ -868,10 +872,15 @@ impl Destination<'_> {
         if self.runs {
             self.vm.taking_over().map_err(EngineError::Vm)?;
             MadeUp::of(self.options).strike_if(fault::Fault::KillBeforeRun);
-            self.vm.run().map_err(|error| match error {
-                RunError::NeverRan(error) => EngineError::Vm(error),
-                RunError::Unknown(error) => EngineError::Uncertain(error),
-            })?;
+            match self.vm.run() {
+                Ok(()) => {}
+                Err(RunError::NeverRan(error)) => return Err(EngineError::Vm(error)),
+                // Its devices may wait for pages, which come only behind this.
+                Err(RunError::Unknown(error)) if self.left => {
+                    tracing::warn!(%error, "it is taken to run");
+                }
+                Err(RunError::Unknown(error)) => return Err(EngineError::Uncertain(error)),
+            }
             self.measures.running = true;
         }
         self.measures.resume = self.session.since_commit();

@@ -35,7 +35,7 @@ pub(super) fn consider(
 ) -> Result<Accepted, EngineError> {
     let (order, disks) = compare(session, vm, options, &offer)?;
     let sinks = open_disks(vm, &disks, &options.disks)?;
-    leave_out_post_copy(vm, &mut offer);
+    leave_out_post_copy(vm, options, &mut offer);
     if offer.verify && !disks.is_empty() && readers(vm, disks.len())?.is_none() {
         offer.features = offer.features.without(Feature::DiskProof);
     }
@@ -71,7 +71,7 @@ pub(super) fn answer_inquiry(
     session.interrupt().silence();
     vm.inquired().map_err(EngineError::Uncertain)?;
     let mut offer = offer.clone();
-    leave_out_post_copy(vm, &mut offer);
+    leave_out_post_copy(vm, options, &mut offer);
     let offer = &offer;
     let answer = match &compared {
         Ok(_) => accept(&session, options, offer),
@@ -130,7 +130,8 @@ fn compare(
     let ram = vm.ram();
     let order = layout::fit(offer, vm.machine(), &ram).map_err(EngineError::Layout)?;
     check_room(&ram, vm, options.overcommit)?;
-    if let (true, Some(why)) = (offer.features.contains(Feature::PostCopyWanted), cannot_await(vm))
+    if let (true, Some(why)) =
+        (offer.features.contains(Feature::PostCopyWanted), cannot_await(vm, options))
     {
         let words = format!("the guest cannot run here before all of its pages have come: {why}");
         return Err(EngineError::Layout(words));
@@ -146,7 +147,12 @@ fn compare(
 }
 
 /// Why the guest of `vm` cannot run before all of its pages have come, if it cannot.
-fn cannot_await(vm: &mut dyn DestinationVm) -> Option<String> {
+fn cannot_await(vm: &mut dyn DestinationVm, options: &Options) -> Option<String> {
+    if options.reconnect.is_zero() {
+        let words = "connections that are lost meanwhile must be made again; leave out \
+                     --reconnect 0s here, too";
+        return Some(words.to_owned());
+    }
     match vm.post_copy() {
         Some(vm) => vm.cannot_await(),
         None => Some("this kind of machine has no post-copy".to_owned()),
@@ -154,8 +160,8 @@ fn cannot_await(vm: &mut dyn DestinationVm) -> Option<String> {
 }
 
 /// What cannot be done here is left out of what the session has.
-fn leave_out_post_copy(vm: &mut dyn DestinationVm, offer: &mut Offer) {
-    if offer.features.contains(Feature::PostCopy) && cannot_await(vm).is_some() {
+fn leave_out_post_copy(vm: &mut dyn DestinationVm, options: &Options, offer: &mut Offer) {
+    if offer.features.contains(Feature::PostCopy) && cannot_await(vm, options).is_some() {
         offer.features = offer.features.without(Feature::PostCopy);
     }
 }

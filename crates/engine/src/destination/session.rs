@@ -38,6 +38,14 @@ pub(super) struct Event {
     message: Result<Message, EngineError>,
 }
 
+/// A source that was lost, and is there again.
+pub(super) enum Found {
+    /// It comes back for what is missing.
+    Back(Return),
+    /// It asks who runs the guest, by COMMIT.
+    Asks,
+}
+
 pub(super) struct Session<'a> {
     id: SessionId,
     /// What its threads are confined by.
@@ -288,7 +296,10 @@ impl<'a> Session<'a> {
         until: Instant,
         notice: &mut dyn FnMut(&Notice),
     ) -> Result<Option<(Greeting, Stream)>, EngineError> {
-        self.door.next(until, self.cancel, notice)
+        // Once COMMIT was seen the guest is ours, and the operator's wish comes too late.
+        let deaf = Cancel::default();
+        let cancel = if self.committed.is_some() { &deaf } else { self.cancel };
+        self.door.next(until, cancel, notice)
     }
 
     /// What the source says next, waited for as long as the link stands, or for as long as a source
@@ -343,7 +354,9 @@ impl<'a> Session<'a> {
             if self.cancel.is_cancelled() && self.committed.is_none() {
                 return Err(EngineError::Cancelled);
             }
-            if let Some(message) = self.event(limits::TICK)? {
+            let left =
+                until.map_or(limits::TICK, |it| it.saturating_duration_since(Instant::now()));
+            if let Some(message) = self.event(left.min(limits::TICK))? {
                 return not_aborted(message).map(Some);
             }
             // Then the guest never runs here, and the source need not wait to hear it.
@@ -550,6 +563,11 @@ impl<'a> Session<'a> {
         Err(EngineError::Timeout { what, limit: limits::QUESTION })
     }
 
+    /// The same from this moment on, whatever was waited for before.
+    pub(super) fn linger_anew(&mut self) {
+        self.linger_until = Some(Instant::now() + limits::LINGER);
+    }
+
     /// From now on the source is waited for, in case that it asks again.
     pub(super) fn linger(&mut self) -> Instant {
         *self.linger_until.get_or_insert_with(|| Instant::now() + limits::LINGER)
@@ -581,26 +599,24 @@ impl<'a> Session<'a> {
         self.listen_to(read)
     }
 
-    /// Waits, `until` then or without end, for the source to come back for what is missing, which
-    /// is returned; or for its COMMIT over a connection by which it asks. The operator's wish to
-    /// end it is not heard: the guest runs.
+    /// Waits, `until` then, for the source to come back for what is missing, or for its COMMIT over
+    /// a connection by which it asks. The operator's wish to end it is not heard: the guest runs.
     pub(super) fn await_either(
         &mut self,
         vm: &dyn DestinationVm,
-        until: Option<Instant>,
+        until: Instant,
         notice: &mut dyn FnMut(&Notice),
-    ) -> Result<Option<Return>, EngineError> {
+    ) -> Result<Option<Found>, EngineError> {
         loop {
             self.door.tell(notice);
             if vm.has_ended() {
                 return Err(EngineError::Ended("destination"));
             }
             if let Some(back) = self.door.take_return() {
-                return Ok(Some(back));
+                return Ok(Some(Found::Back(back)));
             }
-            if until.is_some_and(|until| Instant::now() >= until) {
-                let what = "the source";
-                return Err(EngineError::Timeout { what, limit: limits::LINGER });
+            if Instant::now() >= until {
+                return Ok(None);
             }
             let soon = Instant::now() + limits::TICK / 4;
             match self.door.next(soon, &Cancel::default(), notice)? {
@@ -613,7 +629,7 @@ impl<'a> Session<'a> {
             }
             // Of a source that asks; what others have left is of no interest any more.
             match self.event(Duration::ZERO) {
-                Ok(Some(Message::Commit)) => return Ok(None),
+                Ok(Some(Message::Commit)) => return Ok(Some(Found::Asks)),
                 Ok(_) => {}
                 Err(EngineError::Panicked(thread)) => return Err(EngineError::Panicked(thread)),
                 Err(_) => {}

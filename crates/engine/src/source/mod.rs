@@ -334,7 +334,8 @@ struct Source<'a> {
     session: Session,
     meter: Meter,
     ending: Ending,
-    /// What is left follows when the guest runs at the destination.
+    /// What is left may follow when the guest runs at the destination, and does.
+    may_leave: bool,
     leaves: bool,
     /// How the connections were lost just now.
     loss: Option<EngineError>,
@@ -442,7 +443,7 @@ impl<'a> Source<'a> {
         vm.heed(session.interrupt());
         let ending = Ending::default();
         let ram = vm.ram();
-        let (leaves, loss, record) = (false, None, None);
+        let (may_leave, leaves, loss, record) = (false, false, None, None);
         let source = Self {
             ram,
             vm,
@@ -452,6 +453,7 @@ impl<'a> Source<'a> {
             session,
             meter,
             ending,
+            may_leave,
             leaves,
             loss,
             record,
@@ -639,7 +641,12 @@ impl Source<'_> {
             }
             (A::CompareDigests, S::Switchover(last)) => last.compare_digests(self).map(Some),
             (A::FinishState, S::Switchover(last)) => last.finish_state(self).map(Some),
-            (A::SendCommit, _) => self.session.commit().map(|()| None),
+            (A::SendCommit, _) => {
+                if self.leaves {
+                    self.session.never_give_up();
+                }
+                self.session.commit().map(|()| None)
+            }
             (A::Resolve, _) => self.resolve().map(Some),
             (A::SendFarewell, stage) => {
                 self.say_farewell(stage);

@@ -77,6 +77,10 @@ impl Source<'_> {
             Some("what follows when the guest runs cannot be compared before; leave out --verify")
         } else if self.options.reconnect.is_zero() {
             Some("connections that are lost meanwhile must be made again; leave out --reconnect 0s")
+        } else if self.vm.moving_disks().is_some_and(|vm| !vm.disks().is_empty()) {
+            Some(
+                "disks move along, and the guest would stand still for all of them; leave out --disks",
+            )
         } else if !self.vm.was_running() {
             Some("the guest is stopped, and can be moved as it is")
         } else if lacks {
@@ -92,6 +96,7 @@ impl Source<'_> {
             _ if common.is_none() => return Ok(()),
             _ => self.handle.post_copy_is(why.map(str::to_owned)),
         }
+        self.may_leave = why.is_none();
         if wanted == PostCopy::Now {
             // Nothing stands against it, as was seen just now.
             let _ = self.handle.switch_over_by_post_copy();
@@ -108,7 +113,8 @@ impl Source<'_> {
             PostCopy::Never | PostCopy::Now => false,
         };
         let wanted = wanted || self.handle.wants_post_copy();
-        self.leaves |= wanted && !fits && !matches!(decision, Decision::SwitchOver);
+        let fits = fits || matches!(decision, Decision::SwitchOver);
+        self.leaves = self.may_leave && wanted && !fits;
         self.leaves
     }
 

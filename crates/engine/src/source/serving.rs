@@ -25,7 +25,7 @@ use godwit_codec::is_zero;
 use godwit_memory::DataHint;
 use godwit_protocol::source::Input;
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
-use godwit_wire::{Content, Message};
+use godwit_wire::{AbortCode, Content, Message};
 
 use super::frame_sender::{FrameSender, Link};
 use super::lanes::Lanes;
@@ -43,6 +43,9 @@ use crate::{EngineError, limits, threads};
 const UNASKED: u64 = 64;
 /// Pages read at once, as in pre-copy.
 const READ: u64 = 16;
+/// Messages of the destination that ask for pages and wait to be answered; while there are more, it
+/// is not read.
+const WANTED_AT_ONCE: usize = 64;
 /// Between two attempts to connect again, at the most: nobody gives up, so it may go on for hours.
 const SLOWEST_RETRY: Duration = Duration::from_secs(1);
 
@@ -241,7 +244,11 @@ impl Serving {
                 }
             }
         };
-        source.session.finish_return(source.vm, stream)?;
+        // Who has not shown yet to be the destination may say what it likes.
+        source.session.finish_return(source.vm, stream).map_err(|error| match error {
+            EngineError::Aborted { text, .. } => EngineError::Distrust(text),
+            error => error,
+        })?;
         let missing = await_missing(source)?;
         self.table.begin_again(missing);
         self.attempt += 1;
@@ -331,14 +338,15 @@ impl Drop for Serving {
 
 /// Where the pages come from here on that the destination asks for.
 fn take_wanted(source: &Source<'_>) -> Receiver<Wanted> {
-    let (wanted_in, wanted) = mpsc::channel();
+    let (wanted_in, wanted) = mpsc::sync_channel(WANTED_AT_ONCE);
     source.session.hand_wanted(wanted_in);
     wanted
 }
 
 /// Whether what is missing can never follow: its memory has ended here, or the machine there.
 pub(super) fn loses_guest(error: &EngineError) -> bool {
-    matches!(error, EngineError::Aborted { .. } | EngineError::Ended(_))
+    let by_peer = matches!(error, EngineError::Aborted { code: AbortCode::Machine, .. });
+    by_peer || matches!(error, EngineError::Ended(_))
 }
 
 /// Sends pages that somebody waits for, each in a frame of its own, until nobody can ask any more.

@@ -119,7 +119,7 @@ pub(super) struct Session {
     places_in: SyncSender<()>,
     control: Option<Control>,
     /// Where pages go that the destination asks for, as soon as it may: past all other events.
-    wanted: Arc<Mutex<Option<Sender<Wanted>>>>,
+    wanted: Arc<Mutex<Option<SyncSender<Wanted>>>>,
     /// Numbers the control connections.
     connection: u32,
     /// The control connection of this number was seen to end.
@@ -133,8 +133,10 @@ pub(super) struct Session {
     state_saved: bool,
     /// COMMIT was sent, or part of it.
     committed: bool,
-    /// How long a source in doubt tries to ask.
+    /// How long a source in doubt tries to ask; or until the operator has enough of it, where the
+    /// guest may run without all of its memory.
     resolve_until: Option<Instant>,
+    never_gives_up: bool,
 }
 
 impl Session {
@@ -174,6 +176,7 @@ impl Session {
             state_saved: false,
             committed: false,
             resolve_until: None,
+            never_gives_up: false,
         })
     }
 
@@ -370,12 +373,13 @@ impl Session {
             move || cell.enter(),
             move |message| {
                 let message = cells.tried().map_or(message, Err);
-                if let Ok(Message::Wanted { block, pages }) = &message
-                    && let Some(wanted) = &*wanted.lock().unwrap_or_else(PoisonError::into_inner)
-                {
-                    // Who cannot answer any more has said why.
-                    let _ = wanted.send((*block, pages.clone()));
-                    return true;
+                if let Ok(Message::Wanted { block, pages }) = &message {
+                    let wanted = wanted.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                    if let Some(wanted) = wanted {
+                        // Waits while much is asked for. Who cannot answer any more has said why.
+                        let _ = wanted.send((*block, pages.clone()));
+                        return true;
+                    }
                 }
                 let lost = message.is_err();
                 let over = matches!(message, Ok(Message::Abort { .. }));
@@ -393,7 +397,7 @@ impl Session {
     }
 
     /// From here on the destination may ask for pages, which go to `wanted`.
-    pub(super) fn hand_wanted(&self, wanted: Sender<Wanted>) {
+    pub(super) fn hand_wanted(&self, wanted: SyncSender<Wanted>) {
         *self.wanted.lock().unwrap_or_else(PoisonError::into_inner) = Some(wanted);
     }
 
@@ -628,15 +632,23 @@ impl Session {
                     self.use_control(stream)?;
                     return Ok(Resolved::Reconnected);
                 }
-                Err(error) if Instant::now() >= until => return Err(error),
+                Err(error) if Instant::now() >= until && self.has_tried_enough() => {
+                    return Err(error);
+                }
                 Err(_) => std::thread::sleep(RETRY),
             }
         }
     }
 
+    /// A source in doubt is to try for as long as nobody has enough of it.
+    pub(super) fn never_give_up(&mut self) {
+        self.never_gives_up = true;
+    }
+
     /// Whether a source in doubt has tried for long enough.
     pub(super) fn has_tried_enough(&self) -> bool {
-        self.resolve_until.is_some_and(|until| Instant::now() >= until)
+        let tries = self.never_gives_up && !self.cancel.is_cancelled();
+        !tries && self.resolve_until.is_some_and(|until| Instant::now() >= until)
     }
 
     /// Tells the destination that it need not wait for questions. Without this word it stays for

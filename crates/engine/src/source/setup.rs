@@ -109,6 +109,7 @@ impl Setup {
         }
         self.look_at_io(source)?;
         (self.restarted, self.common) = (true, record.common());
+        source.allow_post_copy(Some(self.common.features))?;
         self.use_key(Key::new(prints_seed(record.id(), record.secret())));
         Ok(())
     }
