@@ -78,9 +78,7 @@ impl Source<'_> {
         } else if self.options.reconnect.is_zero() {
             Some("connections that are lost meanwhile must be made again; leave out --reconnect 0s")
         } else if self.vm.moving_disks().is_some_and(|vm| !vm.disks().is_empty()) {
-            Some(
-                "disks move along, and the guest would stand still for all of them; leave out --disks",
-            )
+            Some("disks move along, for which the guest would stand still; leave out --disks")
         } else if !self.vm.was_running() {
             Some("the guest is stopped, and can be moved as it is")
         } else if lacks {
