@@ -160,7 +160,7 @@ fn a_source_speaks_the_version_of_an_older_destination() {
 #[test]
 fn two_of_the_same_release_speak_the_newest_version() {
     let mut source = Source::start(Duration::from_secs(60), Vec::new());
-    let (to, _told, receiving, _) = receive(&source, Duration::ZERO);
+    let (to, _told, receiving, _) = receive(&source, Duration::from_secs(5));
     let handle = MigrationHandle::default();
     handle.switch_over(true).unwrap();
     let options = Options { to, ..options(1, false) };
@@ -354,7 +354,7 @@ fn a_session_has_the_features_that_both_have_and_none_in_version_5() {
     // Mutations: the destination says what it has and not what both have; it does not look at the
     // version.
     let source = Source::start(Duration::from_secs(60), Vec::new());
-    let (to, _told, receiving, cancel) = receive(&source, Duration::ZERO);
+    let (to, _told, receiving, cancel) = receive(&source, Duration::from_secs(5));
     let all = Features(u32::MAX);
     assert_eq!(accepted(&to, &source, Version::V6, all), Features::HERE, "unknown bits are left");
     assert_eq!(accepted(&to, &source, Version::V6, Features::NONE), Features::NONE);

@@ -130,9 +130,9 @@ fn compare(
     let ram = vm.ram();
     let order = layout::fit(offer, vm.machine(), &ram).map_err(EngineError::Layout)?;
     check_room(&ram, vm, options.overcommit)?;
-    if let (true, Some(why)) =
-        (offer.features.contains(Feature::PostCopyWanted), cannot_await(vm, options))
-    {
+    let wanted = session.common_features(offer.features).contains(Feature::PostCopy)
+        && offer.features.contains(Feature::PostCopyWanted);
+    if let (true, Some(why)) = (wanted, cannot_await(vm, options)) {
         let words = format!("the guest cannot run here before all of its pages have come: {why}");
         return Err(EngineError::Layout(words));
     }

@@ -52,7 +52,7 @@ const SLOWEST_RETRY: Duration = Duration::from_secs(1);
 pub(super) struct Serving {
     table: Arc<ToServe>,
     link: Link,
-    /// What is left of pre-copy: channels of disks, over which nothing comes any more.
+    /// What is left of pre-copy: who lets go of it stops the limiter.
     lanes: Option<Lanes>,
     servers: Vec<Server>,
     stop: Arc<AtomicBool>,
@@ -61,7 +61,6 @@ pub(super) struct Serving {
     outage: Option<Outage>,
     /// The last look at the migration before it.
     looked: Option<Progress>,
-    told: Instant,
     began: Instant,
     missing: PageCount,
     /// Bytes on the wire when it began.
@@ -97,7 +96,6 @@ impl Serving {
             attempt: 0,
             outage: None,
             looked: source.handle.progress(),
-            told: Instant::now(),
             began: Instant::now(),
             missing,
             sent_before: lanes.sent(),
@@ -294,7 +292,6 @@ impl Serving {
         (progress.remaining_time, progress.advice) = (None, None);
         (progress.throttle, progress.dirty_rate_limit, progress.guest_speed) = (0.0, None, None);
         progress.severed = self.outage.as_ref().map(Outage::shown);
-        self.told = Instant::now();
         source.handle.report(&progress);
         (source.progress)(&progress);
     }
