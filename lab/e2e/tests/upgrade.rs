@@ -35,6 +35,28 @@ impl Drop for Successor {
     }
 }
 
+/// Begins an upgrade to `build`. A new QEMU that does not come up in time, as was seen twice on a
+/// host whose storage was busy, costs the attempt and nothing else: another one is made, aloud.
+fn begin(vm: &mut TestVm, build: &QemuBuild) -> anyhow::Result<(Running, Successor)> {
+    let begun =
+        |vm: &TestVm| Godwit::built()?.upgrade(&name_of(vm), &["--program", &program(build)]);
+    let first = begun(vm)?;
+    match Successor::of(&first) {
+        Ok(successor) => Ok((first, successor)),
+        Err(why) => {
+            let ended = first.wait(LIMIT)?;
+            let late = ["did not open its monitor", "did not answer qmp_capabilities"];
+            let late = late.iter().any(|words| ended.errors.contains(words));
+            ensure!(late, "{why:#} {}", ended.errors);
+            eprintln!("{build} did not come up in time, and is tried once more: {}", ended.errors);
+            check_stayed(vm)?;
+            let second = begun(vm)?;
+            let successor = Successor::of(&second)?;
+            Ok((second, successor))
+        }
+    }
+}
+
 fn config(build: &QemuBuild) -> VmConfig {
     let config = VmConfig::new(build, GuestConfig::small(Mode::Full));
     config.with_extra(&["-device", "VGA", "-device", "virtio-rng-pci,id=rng"])
@@ -107,10 +129,8 @@ fn a_guest_goes_on_in_another_qemu_and_back_with_its_memory_where_it_is() -> any
     let span = ByteCount(16 << 20);
     config.guest.disk = DiskWork { write: 2 << 20, read: 2 << 20, span, ..DiskWork::default() };
     let mut vm = started(&config)?;
-    let godwit = Godwit::built()?;
 
-    let upgrade = godwit.upgrade(&name_of(&vm), &["--program", &program(new)])?;
-    let first = Successor::of(&upgrade)?;
+    let (upgrade, first) = begin(&mut vm, new)?;
     check_upgraded(&upgrade.wait(LIMIT)?, new.version)?;
 
     await_quit(&mut vm)?;
@@ -123,7 +143,7 @@ fn a_guest_goes_on_in_another_qemu_and_back_with_its_memory_where_it_is() -> any
     await_process_alone(first.0.pid)?;
 
     // Under the name by which others knew the old one, and from the new one's own command line.
-    let upgrade = godwit.upgrade(&name_of(&vm), &["--program", &program(old)])?;
+    let upgrade = Godwit::built()?.upgrade(&name_of(&vm), &["--program", &program(old)])?;
     let second = Successor::of(&upgrade)?;
     check_upgraded(&upgrade.wait(LIMIT)?, old.version)?;
 
