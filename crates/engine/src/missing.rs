@@ -1,7 +1,71 @@
-//! The list of pages that are still to come when the guest runs at the destination, as messages.
+//! The list of pages that are still to come when the guest runs at the destination: as messages,
+//! and as whoever hears these takes it in.
 
+use godwit_bitmap::DirtyBitmap;
+use godwit_memory::RamBlock;
 use godwit_units::PageRun;
-use godwit_wire::Message;
+use godwit_wire::{MISSING_LIMIT, Message};
+
+use crate::EngineError;
+use crate::link::Peer;
+
+/// What a peer says is missing, until it has said all.
+pub(crate) struct MissingList {
+    peer: Peer,
+    /// The source's number of a block -> ours.
+    order: Vec<usize>,
+    missing: Vec<DirtyBitmap>,
+    runs: usize,
+    /// The source's number of the last block that was named.
+    block: Option<u32>,
+}
+
+impl MissingList {
+    /// Nothing of `blocks`, which the source has in `order`, was said yet by `peer`.
+    pub(crate) fn new(peer: Peer, blocks: &[RamBlock], order: &[usize]) -> Self {
+        Self {
+            peer,
+            order: order.to_vec(),
+            missing: blocks.iter().map(|block| DirtyBitmap::new(block.pages())).collect(),
+            runs: 0,
+            block: None,
+        }
+    }
+
+    /// Takes in what is missing of the source's block `block`.
+    ///
+    /// # Errors
+    /// When there is no such block or page, it was named before, or there are too many runs.
+    pub(crate) fn add(&mut self, block: u32, runs: &[PageRun]) -> Result<(), EngineError> {
+        let peer = self.peer;
+        let wrong = |what: String| EngineError::Protocol { peer, what };
+        let own = self.order.get(block as usize).copied();
+        let own = own.filter(|_| self.block.is_none_or(|before| before < block));
+        let Some(own) = own else {
+            return Err(wrong(format!("it said out of order what is missing of block {block}")));
+        };
+        self.block = Some(block);
+        self.runs += runs.len();
+        if self.runs > MISSING_LIMIT {
+            let what = format!("it said that more than {MISSING_LIMIT} runs of pages are missing");
+            return Err(wrong(what));
+        }
+        let missing = &mut self.missing[own];
+        for run in runs {
+            if run.end().0 > missing.len().0 {
+                let (page, pages) = (run.end(), missing.len());
+                return Err(wrong(format!("page {page} is missing of a block of {pages}")));
+            }
+            missing.set(*run);
+        }
+        Ok(())
+    }
+
+    /// What is missing of each of our blocks.
+    pub(crate) fn into_missing(self) -> Vec<DirtyBitmap> {
+        self.missing
+    }
+}
 
 /// The messages that name `missing`, the runs of each block, by `most` runs in all: where there are
 /// more, those that are near each other are joined, and what lies between them is among it.
@@ -37,6 +101,22 @@ fn join(runs: &mut Vec<PageRun>, gap: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_list_names_blocks_in_order_and_pages_that_there_are() {
+        let block = |pages| RamBlock::anonymous("ram", godwit_units::PageCount(pages)).unwrap();
+        let blocks = [block(10), block(20)];
+        let list = || MissingList::new("source", &blocks, &[1, 0]);
+        let mut said = list();
+        said.add(0, &[run(15, 5)]).unwrap();
+        assert!(said.add(0, &[run(1, 1)]).is_err(), "it was named before");
+        said.add(1, &[run(0, 2)]).unwrap();
+        let missing = said.into_missing();
+        assert_eq!(missing.iter().map(|pages| pages.count().0).collect::<Vec<_>>(), [2, 5]);
+        assert!(list().add(0, &[run(15, 6)]).is_err() && list().add(2, &[]).is_err());
+        let many: Vec<PageRun> = (0..=MISSING_LIMIT as u64).map(|at| run(at % 8, 1)).collect();
+        assert!(list().add(0, &many).is_err());
+    }
 
     fn run(start: u64, count: u64) -> PageRun {
         PageRun::new(start, count)

@@ -359,7 +359,7 @@ impl PostCopyDestination for QemuDestination {
         &mut self,
         missing: Vec<DirtyBitmap>,
     ) -> Result<Arc<dyn ArrivingPages>, VmError> {
-        Ok(post_copy::await_pages(&mut self.machine, &self.ram, missing)?)
+        Ok(post_copy::await_pages(&mut self.machine, &self.ram, &missing)?)
     }
 }
 

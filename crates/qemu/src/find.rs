@@ -42,20 +42,22 @@ pub fn monitors_of(pid: i32) -> Result<Vec<(PathBuf, bool)>, QemuError> {
     let process = Process::new(pid).map_err(failed)?;
     let line: Vec<String> = process.cmdline().map_err(failed)?;
     let sockets = process.unix().map_err(failed)?;
-    let own: BTreeSet<u64> = process
-        .fd()
-        .map_err(failed)?
-        .filter_map(|descriptor| match descriptor.ok()?.target {
-            FDTarget::Socket(inode) => Some(inode),
-            _ => None,
-        })
-        .collect();
+    let own = own_sockets(&process).map_err(failed)?;
     let path = |monitor| match monitor {
         Monitor::Path(path) => Some(path),
         Monitor::Descriptor(number) => path_of(&process, number, &sockets),
     };
     let told = |path: PathBuf| (here(&process, &path), is_in_use(&own, &path, &sockets));
     Ok(monitors(&given(&process, &line)).into_iter().filter_map(path).map(told).collect())
+}
+
+/// The inodes of the sockets that `process` has.
+pub(crate) fn own_sockets(process: &Process) -> Result<BTreeSet<u64>, procfs::ProcError> {
+    let socket = |target| match target {
+        FDTarget::Socket(inode) => Some(inode),
+        _ => None,
+    };
+    Ok(process.fd()?.filter_map(|descriptor| socket(descriptor.ok()?.target)).collect())
 }
 
 /// A monitor on a command line.

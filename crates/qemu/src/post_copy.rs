@@ -1,21 +1,21 @@
 //! A QEMU whose guest runs before all of its pages have come: what stands against it, and getting
 //! its memory ready.
 //!
-//! It has to handle faults that the kernel takes on QEMU's behalf, as the governor does
-//! (`governor`), and its memory must be its own: the kernel lets nobody wait for pages of a file
-//! that another process has put there.
+//! It has to handle faults that the kernel takes on QEMU's behalf (`userfaultfd`), and its memory
+//! must be its own: the kernel lets nobody wait for pages of a file that another process has put
+//! there.
 
 use std::sync::Arc;
 
 use godwit_bitmap::DirtyBitmap;
 use godwit_engine::vm::ArrivingPages;
 use godwit_memory::{Place, RamBlock};
-use godwit_track::{Approach, MissingPages, TrackError, Way, may_trace};
+use godwit_track::{Approach, MissingPages, may_trace};
 use godwit_units::ByteCount;
 
 use crate::machine::Machine;
 use crate::process::descriptors;
-use crate::{QemuError, governor, userfaultfd};
+use crate::{QemuError, userfaultfd};
 
 /// Why nobody can wait for pages of process `pid`, with this RAM; `None` if one can. Touches
 /// nothing.
@@ -33,7 +33,7 @@ pub(crate) fn refusal(pid: i32, ram: &[RamBlock]) -> Option<String> {
     });
     kinds
         .or_else(|| may_trace(pid).err().map(|error| error.to_string()))
-        .or_else(|| governor::refusal_of_faults(pid))
+        .or_else(|| userfaultfd::refusal_of_faults(pid))
         .or_else(|| {
             let all: ByteCount = ram.iter().map(|block| block.pages().bytes()).sum();
             (locked(pid) > all.0 / 2).then(|| {
@@ -72,22 +72,13 @@ fn other_userfaultfd(pid: i32) -> bool {
 pub(crate) fn await_pages(
     machine: &mut Machine,
     ram: &[RamBlock],
-    missing: Vec<DirtyBitmap>,
+    missing: &[DirtyBitmap],
 ) -> Result<Arc<dyn ArrivingPages>, QemuError> {
     let pid = machine.pid;
     let harmless_filters = userfaultfd::own_filters(pid);
-    let start =
-        |way, missing| MissingPages::start(Approach { way, harmless_filters }, pid, ram, missing);
-    let started = match governor::may_call(pid) {
-        true => start(Way::Call, missing.clone()),
-        false => Err(TrackError::NoKernelFaults { pid }),
-    };
-    // A way that turns out to be closed leaves the other.
-    let pages = match started {
-        Err(refused @ TrackError::NoKernelFaults { .. }) => {
-            userfaultfd::by_device(machine, refused, |way| start(way, missing))?
-        }
-        started => started?,
-    };
+    let pages = userfaultfd::for_faults(machine, |way| {
+        let approach = Approach { way, harmless_filters };
+        MissingPages::start(approach, pid, ram, missing.to_vec())
+    })?;
     Ok(Arc::new(pages))
 }

@@ -21,11 +21,12 @@ use godwit_memory::RamBlock;
 use godwit_track::{AsOf, DirtyTracker, TrackError};
 use godwit_units::{PageCount, PageIndex, PageRun};
 use procfs::net::UnixState;
-use procfs::process::{FDTarget, Process};
+use procfs::process::Process;
 
 use crate::QemuError;
 use crate::command_line::options;
 use crate::device_state::machine_type;
+use crate::find::own_sockets;
 use crate::machine::Machine;
 use crate::mark::{Mark, leftovers};
 use crate::monitor::commands::{QomGet, QueryMemdev};
@@ -270,14 +271,7 @@ fn check_user(pid: i32) -> Result<(), QemuError> {
 fn names(pid: i32) -> Result<BTreeSet<PathBuf>, QemuError> {
     let failed = |source: procfs::ProcError| QemuError::NoProcess { pid, why: source.to_string() };
     let process = Process::new(pid).map_err(failed)?;
-    let own: BTreeSet<u64> = process
-        .fd()
-        .map_err(failed)?
-        .filter_map(|descriptor| match descriptor.ok()?.target {
-            FDTarget::Socket(inode) => Some(inode),
-            _ => None,
-        })
-        .collect();
+    let own = own_sockets(&process).map_err(failed)?;
     let sockets = process.unix().map_err(failed)?.into_iter();
     let listening = sockets
         .filter(|socket| own.contains(&socket.inode))

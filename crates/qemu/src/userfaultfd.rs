@@ -1,5 +1,10 @@
 //! How a userfaultfd is made in a QEMU: by userfaultfd(2), or by a descriptor of /dev/userfaultfd
 //! that QEMU holds for a moment, where the call is refused.
+//!
+//! To handle faults that the kernel takes on QEMU's behalf (KVM, read(2), vhost) takes a right
+//! (Documentation/admin-guide/mm/userfaultfd.rst): CAP_SYS_PTRACE of QEMU, or
+//! vm.unprivileged_userfaultfd=1, or a descriptor of /dev/userfaultfd, which godwit opens and hands
+//! to QEMU.
 
 use std::fs::File;
 use std::os::fd::{AsFd, RawFd};
@@ -17,9 +22,40 @@ const DEVICE: &str = "/dev/userfaultfd";
 /// The name under which QEMU keeps the device's descriptor for a moment.
 pub(crate) const FD_NAME: &str = "godwit-userfaultfd";
 
-/// Whether this process may open the device.
-pub(crate) fn device_is_there() -> bool {
-    File::open(DEVICE).is_ok()
+/// CAP_SYS_PTRACE (linux/capability.h).
+const SYS_PTRACE: u64 = 1 << 19;
+
+/// Why process `pid` cannot handle faults of the kernel; `None` if it can. Touches nothing.
+pub(crate) fn refusal_of_faults(pid: i32) -> Option<String> {
+    (!may_call(pid) && File::open(DEVICE).is_err())
+        .then(|| TrackError::NoKernelFaults { pid }.to_string())
+}
+
+/// Whether userfaultfd(2) in the process may handle faults of the kernel.
+fn may_call(pid: i32) -> bool {
+    let setting =
+        std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let effective =
+        effective.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    setting.trim() == "1" || effective & SYS_PTRACE != 0
+}
+
+/// Makes something that handles faults of the kernel, by whichever way is open.
+pub(crate) fn for_faults<T>(
+    machine: &mut Machine,
+    make: impl Fn(Way) -> Result<T, TrackError>,
+) -> Result<T, QemuError> {
+    // A way that turns out to be closed (a seccomp filter, a user namespace) leaves the other.
+    let called = match may_call(machine.pid) {
+        true => make(Way::Call),
+        false => Err(TrackError::NoKernelFaults { pid: machine.pid }),
+    };
+    match called {
+        Err(refused @ TrackError::NoKernelFaults { .. }) => by_device(machine, refused, make),
+        called => Ok(called?),
+    }
 }
 
 /// Starts to track `ram` in QEMU's page tables.
@@ -50,7 +86,7 @@ pub(crate) fn own_filters(pid: i32) -> u32 {
 }
 
 /// Makes something by the device, which stands in for a call that was `refused`.
-pub(crate) fn by_device<T>(
+fn by_device<T>(
     machine: &mut Machine,
     refused: TrackError,
     make: impl FnOnce(Way) -> Result<T, TrackError>,

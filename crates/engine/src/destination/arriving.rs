@@ -10,14 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_bitmap::DirtyBitmap;
 use godwit_confine::Rights;
-use godwit_memory::RamBlock;
 use godwit_units::{PageCount, PageIndex, PageRun};
-use godwit_wire::{Content, MISSING_LIMIT, Message, WANTED_LIMIT};
+use godwit_wire::{Content, Message, WANTED_LIMIT};
 
 use super::Fetched;
-use super::channel::PEER;
 use crate::cells::Cells;
 use crate::link::ControlWriter;
 use crate::vm::{ArrivingPages, VmError};
@@ -25,63 +22,6 @@ use crate::{EngineError, limits, threads};
 
 /// Answers of which the time is remembered.
 const MOST_ANSWERS: usize = 1 << 20;
-
-/// What the source says is missing, until it has said all.
-pub(super) struct MissingList {
-    blocks: Arc<Vec<RamBlock>>,
-    /// The source's number of a block -> ours.
-    order: Arc<Vec<usize>>,
-    missing: Vec<DirtyBitmap>,
-    runs: usize,
-    /// The source's number of the last block that was named.
-    block: Option<u32>,
-}
-
-impl MissingList {
-    pub(super) fn new(blocks: &Arc<Vec<RamBlock>>, order: &[usize]) -> Self {
-        Self {
-            blocks: Arc::clone(blocks),
-            order: Arc::new(order.to_vec()),
-            missing: blocks.iter().map(|block| DirtyBitmap::new(block.pages())).collect(),
-            runs: 0,
-            block: None,
-        }
-    }
-
-    /// Takes in what is missing of the source's block `block`.
-    ///
-    /// # Errors
-    /// When there is no such block or page, it was named before, or there are too many runs.
-    pub(super) fn add(&mut self, block: u32, runs: &[PageRun]) -> Result<(), EngineError> {
-        let wrong = |what: String| EngineError::Protocol { peer: PEER, what };
-        let own = self.order.get(block as usize).copied();
-        let own = own.filter(|_| self.block.is_none_or(|before| before < block));
-        let Some(own) = own else {
-            return Err(wrong(format!("it said out of order what is missing of block {block}")));
-        };
-        self.block = Some(block);
-        self.runs += runs.len();
-        if self.runs > MISSING_LIMIT {
-            return Err(wrong(format!(
-                "it said of more than {MISSING_LIMIT} runs of pages that \
-                                      they are missing"
-            )));
-        }
-        let pages = self.blocks[own].pages();
-        for run in runs {
-            if run.end().0 > pages.0 {
-                return Err(wrong(format!("page {} is missing of a block of {pages}", run.end())));
-            }
-            self.missing[own].set(*run);
-        }
-        Ok(())
-    }
-
-    /// What is missing of each of our blocks.
-    pub(super) fn into_missing(self) -> Vec<DirtyBitmap> {
-        self.missing
-    }
-}
 
 /// The pages, and who waits for them.
 pub(super) struct Arriving {
@@ -199,8 +139,7 @@ impl Fetching {
         self.arriving.pages.left()
     }
 
-    /// What is still to come of our block `block`, in runs; `most` of them at the most, so that
-    /// pages between them may be among it which have come.
+    /// What is still to come of our block `block`, in runs.
     pub(super) fn left_of(&self, block: usize) -> Vec<PageRun> {
         let pages = &self.arriving.pages;
         let next = |from| pages.next_run(block, from);

@@ -11,11 +11,12 @@ use godwit_protocol::destination::Input;
 use godwit_units::{PageCount, PageRun};
 use godwit_wire::{Feature, MISSING_LIMIT, Message};
 
-use super::arriving::{Fetching, MissingList};
+use super::arriving::Fetching;
 use super::channel::PEER;
 use super::lanes::Lanes;
 use super::session::{Found, out_of_place};
 use super::{Destination, Notice, Stage};
+use crate::missing::MissingList;
 use crate::{EngineError, limits};
 
 /// How often it is looked whether the last page has come.
@@ -35,7 +36,7 @@ impl Destination<'_> {
             return Err(out_of_place(message));
         }
         let ram = &self.ram;
-        let list = self.missing.get_or_insert_with(|| MissingList::new(ram, lanes.order()));
+        let list = self.missing.get_or_insert_with(|| MissingList::new(PEER, ram, lanes.order()));
         list.add(*block, runs)?;
         Ok(last.then_some(Input::Missing))
     }

@@ -43,12 +43,13 @@ use crate::address::Listener;
 use crate::cells::Cells;
 use crate::compression::Codecs;
 use crate::link::link_error;
+use crate::missing::MissingList;
 use crate::record::Place;
 use crate::security::Security;
 use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
-use arriving::{Fetching, MissingList};
+use arriving::Fetching;
 use channel::PEER;
 use door::Return;
 use fault::MadeUp;

@@ -563,14 +563,14 @@ impl<'a> Session<'a> {
         Err(EngineError::Timeout { what, limit: limits::QUESTION })
     }
 
-    /// The same from this moment on, whatever was waited for before.
-    pub(super) fn linger_anew(&mut self) {
-        self.linger_until = Some(Instant::now() + limits::LINGER);
-    }
-
     /// From now on the source is waited for, in case that it asks again.
     pub(super) fn linger(&mut self) -> Instant {
         *self.linger_until.get_or_insert_with(|| Instant::now() + limits::LINGER)
+    }
+
+    /// The same from this moment on, whatever was waited for before.
+    pub(super) fn linger_anew(&mut self) {
+        self.linger_until = Some(Instant::now() + limits::LINGER);
     }
 
     /// Waits for the source to come back and makes its new connection the control connection.
@@ -623,9 +623,8 @@ impl<'a> Session<'a> {
                 Some((greeting, stream)) if greeting.role == Role::Resolve => {
                     self.answer_asking(stream)?;
                 }
-                // One of connections that were given up, and late.
-                Some(_) => {}
-                None => {}
+                // Nobody, or one of connections that were given up, and late.
+                _ => {}
             }
             // Of a source that asks; what others have left is of no interest any more.
             match self.event(Duration::ZERO) {

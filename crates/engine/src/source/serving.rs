@@ -13,7 +13,6 @@
 //! their own without a limit of bandwidth. Nothing is sent unasked before the guest runs. Only
 //! the destination's word that all is in place ends it.
 
-use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -35,6 +34,7 @@ use super::to_serve::ToServe;
 use super::{PEER, Source};
 use crate::address::Stream;
 use crate::cells::Cell;
+use crate::missing::MissingList;
 use crate::report::{PostCopyMeasures, Progress, Stage};
 use crate::{EngineError, limits, threads};
 
@@ -413,30 +413,18 @@ fn name_zero(
 
 /// What the destination says is still missing there.
 fn await_missing(source: &mut Source<'_>) -> Result<Vec<DirtyBitmap>, EngineError> {
-    let blocks = source.ram.iter();
-    let mut missing: Vec<_> = blocks.map(|block| DirtyBitmap::new(block.pages())).collect();
+    let order: Vec<usize> = (0..source.ram.len()).collect();
+    let mut list = MissingList::new(PEER, &source.ram, &order);
     let what = "the destination to say what is missing";
-    let mut said = ControlFlow::Continue(());
-    while said.is_continue() {
+    loop {
         let (block, last, runs) =
             source.session.await_message(source.vm, what, limits::RESUME, |message| {
                 let Message::Missing { block, last, runs } = message else { return None };
                 Some((*block, *last, runs.clone()))
             })?;
-        let wrong = || EngineError::Protocol {
-            peer: PEER,
-            what: "it said that pages are missing which there are not".to_owned(),
-        };
-        let of_block = missing.get_mut(block as usize).ok_or_else(wrong)?;
-        for run in runs {
-            if run.end().0 > of_block.len().0 {
-                return Err(wrong());
-            }
-            of_block.set(run);
-        }
+        list.add(block, &runs)?;
         if last {
-            said = ControlFlow::Break(());
+            return Ok(list.into_missing());
         }
     }
-    Ok(missing)
 }
