@@ -125,6 +125,9 @@ pub struct MigrateRequest {
     /// Make all of them while the guest is stopped.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub verify_stopped: bool,
+    /// Leave out whether anything was written that was never sent.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub verify_arrival: bool,
     /// Data channels.
     pub channels: u8,
     /// Remember what was sent.
@@ -203,6 +206,7 @@ impl MigrateRequest {
             settings,
             verify: options.verify != Verify::No,
             verify_stopped: options.verify == Verify::Stopped,
+            verify_arrival: options.verify == Verify::Arrival,
             channels: options.channels,
             fingerprints: options.fingerprints,
             keep_source: options.keep_source,
@@ -242,10 +246,11 @@ impl MigrateRequest {
         let security = self.security.source(&to).map_err(|error| error.to_string())?;
         let mut options = Options { security, ..Options::new(to) };
         options.confined = !self.unconfined;
-        options.verify = match (self.verify, self.verify_stopped) {
-            (false, _) => Verify::No,
-            (true, false) => Verify::Live,
-            (true, true) => Verify::Stopped,
+        options.verify = match (self.verify, self.verify_stopped, self.verify_arrival) {
+            (false, ..) => Verify::No,
+            (true, true, _) => Verify::Stopped,
+            (true, false, true) => Verify::Arrival,
+            (true, false, false) => Verify::Live,
         };
         (options.audit, options.trace) = (self.audit, self.trace.clone());
         options.channels = self.channels;
@@ -655,7 +660,7 @@ mod tests {
         };
         assert_eq!(format!("{:?}", request.options().unwrap()), format!("{options:?}"));
         assert_eq!(request.disks().unwrap(), disks);
-        for verify in [Verify::No, Verify::Live, Verify::Stopped] {
+        for verify in [Verify::No, Verify::Live, Verify::Arrival, Verify::Stopped] {
             let options = Options { verify, ..options.clone() };
             let request = MigrateRequest::new(&options, Vec::new(), &disks, &security);
             assert_eq!(request.options().unwrap().verify, verify);

@@ -89,6 +89,26 @@ fn a_write_that_nobody_reported_is_found_when_it_is_looked_back() {
 }
 
 #[test]
+fn arrival_alone_is_proven_without_a_look_back() {
+    // Mutations: it is looked back all the same; nothing is read back.
+    let arrival = Options { verify: Verify::Arrival, ..options(3, true) };
+    let (measures, exact) = moved(&mut busy(), &arrival);
+    let measures = measures.unwrap();
+    assert!(measures.verified && measures.look_back.is_none(), "{measures:?}");
+    assert_eq!(exact, Some(true));
+
+    let wrong = Options { fault: Some(Fault::WrongDigest), ..arrival.clone() };
+    let failure = moved(&mut busy(), &wrong).0.unwrap_err();
+    assert!(matches!(failure.cause, EngineError::Digest { differing: 1, .. }), "{failure}");
+
+    // What nobody reported as written is not its matter.
+    let mut source = rested();
+    source.unseen = vec![17];
+    let (result, exact) = moved(&mut source, &arrival);
+    assert_eq!((result.is_ok(), exact), (true, Some(false)));
+}
+
+#[test]
 fn a_page_that_was_given_back_after_it_was_sent_is_not_missed() {
     // Cause: the look for data names a hole between full pages as data. Mutations: a page that is a
     // hole counts; any page of zeros is taken for a hole.

@@ -169,6 +169,7 @@ mod tests {
             blocks: Arc::clone(blocks),
             order: Arc::new(vec![0]),
             placed: None,
+            read_back: Vec::new(),
             arriving: Arc::default(),
             closed: Arc::default(),
             slips: Slips::new(MadeUp::none()),

@@ -161,6 +161,7 @@ impl Lanes {
             blocks: Arc::clone(&self.ram),
             order: Arc::clone(&self.order),
             placed: self.placed_pages.clone(),
+            read_back: Vec::new(),
             arriving: Arc::clone(&self.arriving),
             closed: Arc::clone(&self.closed),
             slips: Slips::new(self.made_up),

@@ -25,6 +25,8 @@ pub(super) struct MemoryPlace {
     pub(super) order: Arc<Vec<usize>>,
     /// Where what was placed is marked, so that it is read back.
     pub(super) placed: Option<Arc<Placed>>,
+    /// What is read back goes through this.
+    pub(super) read_back: Vec<u8>,
     /// Behind the word that pages are missing: what places these.
     pub(super) arriving: Arc<OnceLock<Arc<Arriving>>>,
     /// Until that is there nothing may come.
@@ -105,10 +107,15 @@ impl PageSink for MemoryPlace {
                 self.slips.before((own, block), run, bytes)?;
                 block.write(run.start, bytes)?;
                 self.slips.after((own, block), run, bytes, &mut |run| mark(own, run))?;
+                if let Some(placed) = &self.placed {
+                    placed.placed((own, block), run, &mut self.read_back)?;
+                }
             }
-            Content::Zero => block.zero(run)?,
+            Content::Zero => {
+                block.zero(run)?;
+                mark(own, run);
+            }
         }
-        mark(own, run);
         Ok(())
     }
 

@@ -186,9 +186,22 @@ pub enum Verify {
     /// destination cannot do that, or nothing is remembered of what was sent: as
     /// [`Self::Stopped`].
     Live,
+    /// The same, but for the last: that nothing was written without being sent rests on the
+    /// tracker.
+    Arrival,
     /// Both sides read all memory while the guest is stopped, and compare digests of it before it
     /// may run.
     Stopped,
+}
+
+impl Verify {
+    /// All of them.
+    const ALL: [Self; 4] = [Self::No, Self::Live, Self::Arrival, Self::Stopped];
+
+    /// Whether what is placed is to be read back while the guest runs.
+    pub(crate) fn reads_back(self) -> bool {
+        matches!(self, Self::Live | Self::Arrival)
+    }
 }
 
 impl std::fmt::Display for Verify {
@@ -196,6 +209,7 @@ impl std::fmt::Display for Verify {
         f.pad(match self {
             Self::No => "no",
             Self::Live => "live",
+            Self::Arrival => "arrival",
             Self::Stopped => "stopped",
         })
     }
@@ -205,10 +219,10 @@ impl std::str::FromStr for Verify {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        [Self::No, Self::Live, Self::Stopped]
+        Self::ALL
             .into_iter()
             .find(|verify| verify.to_string() == text)
-            .ok_or_else(|| format!("{text:?}: it must be live, stopped or no"))
+            .ok_or_else(|| format!("{text:?}: it must be live, arrival, stopped or no"))
     }
 }
 
@@ -678,7 +692,7 @@ impl Source<'_> {
     /// With the guest running at the destination: whether memory here, where nobody writes any
     /// more, holds anything that was not sent.
     fn look_back(&mut self, stage: &mut Stage) -> Option<EngineError> {
-        let copying = stage.copying()?;
+        let copying = stage.copying().filter(|_| self.options.verify == Verify::Live)?;
         copying.look_back(self).unwrap_or_else(Some)
     }
 

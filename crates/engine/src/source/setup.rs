@@ -84,7 +84,7 @@ impl Setup {
 
     /// Has the destination read back what it places, if that is wanted and it can.
     fn have_proven(&mut self, source: &Source<'_>) -> Result<(), EngineError> {
-        let wanted = source.options.verify == Verify::Live;
+        let wanted = source.options.verify.reads_back();
         let key = self.fingerprints.as_ref().map(|(_, key)| key);
         if let Some(key) = key.filter(|_| wanted && self.common.features.contains(Feature::Proof)) {
             source.session.say(&Message::Prove { seed: key.seed() })?;

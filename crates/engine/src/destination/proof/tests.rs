@@ -104,6 +104,81 @@ fn pages_that_are_placed_all_the_time_are_read_behind_their_last_write() {
     }
 }
 
+impl Rig {
+    /// All pages of `run` hold `byte`, and the channel that placed them says so.
+    fn place_many(&self, run: PageRun, byte: u8) {
+        let bytes = vec![byte; run.count.bytes().0 as usize];
+        self.ram[0].write(run.start, &bytes).unwrap();
+        self.placed.placed((0, &self.ram[0]), run, &mut Vec::new()).unwrap();
+    }
+
+    fn many(&self, runs: &[(PageRun, u8)]) -> Vec<u128> {
+        let pages = runs
+            .iter()
+            .flat_map(|(run, byte)| (run.start.0..run.end().0).map(move |page| (page, *byte)));
+        self.expected(&pages.collect::<Vec<_>>())
+    }
+}
+
+#[test]
+fn what_a_channel_has_read_back_is_read_once_and_what_came_later_counts() {
+    // Mutations: what a channel has read counts though something is known; a page that is placed
+    // again is not marked; a channel reads what was placed before.
+    let rig = Rig::new();
+    let run = PageRun::new(SEGMENT_PAGES - 300, 600);
+    rig.place_many(run, 1);
+    // Nobody is told of this: the thread does not read what the channel has.
+    rig.write(SEGMENT_PAGES, 9);
+    assert_eq!(rig.digests(), rig.many(&[(run, 1)]));
+    rig.place_many(run, 2);
+    assert_eq!(rig.digests(), rig.many(&[(run, 2)]));
+    rig.place_many(PageRun::new(SEGMENT_PAGES - 310, 20), 3);
+    let rest = PageRun::new(SEGMENT_PAGES - 290, 590);
+    assert_eq!(
+        rig.digests(),
+        rig.many(&[(PageRun::new(SEGMENT_PAGES - 310, 20), 3), (rest, 2)]),
+        "half of it was placed before"
+    );
+}
+
+#[test]
+fn what_channels_place_while_it_is_got_ready_is_proven() {
+    // Mutation: what a channel places is not looked at again though the thread has read it before.
+    for _ in 0..20 {
+        let rig = Rig::new();
+        let runs: Vec<_> = (0..PAGES / 64).map(|run| PageRun::new(run * 64, 64)).collect();
+        std::thread::scope(|scope| {
+            scope.spawn(|| runs.iter().for_each(|run| rig.place_many(*run, 7)));
+            for _ in 0..10 {
+                assert!(rig.prover.get_ready(Duration::from_secs(60), || None).unwrap());
+            }
+        });
+        let placed: Vec<_> = runs.iter().map(|run| (*run, 7)).collect();
+        assert_eq!(rig.digests(), rig.many(&placed));
+    }
+}
+
+#[test]
+fn what_was_read_back_under_another_key_is_read_again() {
+    // Mutation: it counts.
+    let rig = Rig::new();
+    let run = PageRun::new(100, 64);
+    rig.placed.first().key = Some(Key::new(8));
+    rig.place_many(run, 5);
+    assert_eq!(rig.digests(), rig.many(&[(run, 5)]));
+}
+
+#[test]
+fn where_all_is_marked_nothing_counts_that_is_placed_for_the_first_time() {
+    // Mutation: what is marked so is not claimed.
+    let rig = Rig::new();
+    rig.placed.mark_all();
+    assert_eq!(rig.digests(), rig.expected(&[]));
+    let run = PageRun::new(0, 64);
+    rig.place_many(run, 5);
+    assert_eq!(rig.digests(), rig.many(&[(run, 5)]));
+}
+
 #[test]
 fn who_waits_is_heard() {
     let rig = Rig::new();
