@@ -15,7 +15,7 @@ use godwit_engine::address::Address;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::security::SecurityWish;
-use godwit_engine::source::{Options, PostCopy, Verify, migrate};
+use godwit_engine::source::{Options, PostCopy, Verify, follow, migrate};
 use godwit_qemu::{QemuError, QemuSource, Reporting};
 use godwit_report::{Head, Recorder, Store};
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
@@ -441,6 +441,10 @@ fn prepare(
     arguments: &Arguments,
     disks: &DiskWish,
 ) -> Result<QemuSource, QemuError> {
+    if vm.left().is_some() {
+        // Its guest has gone, and is to be followed.
+        return Ok(vm.telling(tell_wait));
+    }
     let vm = if arguments.allow_nested { vm } else { vm.without_nested()? };
     let vm = match &disks.choice {
         DiskChoice::None => vm,
@@ -459,6 +463,16 @@ fn move_qemu(
     handle: &MigrationHandle,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
+    let mut options = options.clone();
+    if let Some(left) = vm.left().map(Path::to_owned) {
+        tell_wait(
+            "a godwit that was killed has sent this guest away without all of its memory: what is \
+             missing follows from here",
+        );
+        options.follow_record = Some(left);
+        let measures = follow(&mut vm, &options, handle, progress).map_err(RequestError::Failed)?;
+        return Ok((measures, process::cost()));
+    }
     // As with the hint below, a monitor that fails is told of later.
     output::disks(&vm.disk_list().unwrap_or_default(), arguments.json);
     // Only a hint: a monitor that fails now is told of by the migration.
@@ -468,7 +482,10 @@ fn move_qemu(
         let width = layout::width(&std::io::stderr());
         eprintln!("{}", layout::wrap("advice: ", advice, 8, width));
     }
-    let mut options = options.clone();
+    // Without one a guest that left early is lost with this process.
+    let follow_record = vm.follow_record();
+    options.follow_record =
+        Some(follow_record.map_err(|error| RequestError::Refused(error.into()))?);
     if let Some(directory) = &arguments.state_dir {
         options.record = Some(vm.record_in(directory));
     }

@@ -12,13 +12,14 @@ use godwit_control::messages::{Cost, ReceiveRequest};
 use godwit_disk::DiskChoice;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
-use godwit_engine::destination::{Fetched, Notice, Options, Received, receive};
+use godwit_engine::destination::{Fetched, Left, Notice, Options, Received, follow, receive};
 use godwit_engine::security::Security;
 use godwit_engine::vm::DestinationVm;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor, limits};
 use godwit_memory::RamBlock;
 use godwit_qemu::{
-    LibvirtDestination, Mapping, QemuDestination, Shown, StartTerms, StartedDestination,
+    LeftDestination, LibvirtDestination, Mapping, QemuDestination, QemuError, Shown, StartTerms,
+    StartedDestination,
 };
 use godwit_units::{ByteCount, GRAMMAR, format_duration, parse_duration};
 use serde_json::{Value, json};
@@ -227,6 +228,9 @@ fn take_in(
         }
         None => take_into_started(arguments, cancel, notice, again),
         Some(VmName::Qemu(path)) => {
+            if let Some(fetched) = fetch_left(path, arguments, cancel, notice)? {
+                return Ok(fetched);
+            }
             let vm = QemuDestination::open(path)
                 .and_then(|mut vm| vm.check_disks(&arguments.disks).map(|()| vm));
             let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
@@ -281,6 +285,47 @@ fn take_in(
             })?)
         }
     }
+}
+
+/// Where the guest of the QEMU at `path` runs already and a godwit that was killed has left pages of
+/// it missing: fetches these.
+fn fetch_left(
+    path: &Path,
+    arguments: &Arguments,
+    cancel: &Cancel,
+    notice: &mut dyn FnMut(&Notice),
+) -> Result<Option<(Received, Cost)>, RequestError> {
+    let refused = |error: QemuError| RequestError::Refused(refused_qemu(path, error));
+    let Some(record) = LeftDestination::record_of(path).map_err(refused)? else {
+        return Ok(None);
+    };
+    let left = Left::find(&record).map_err(|error| RequestError::Refused(error.into()))?;
+    let Some(left) = left else { return Ok(None) };
+    let mut vm = match LeftDestination::open(left.machine()) {
+        Ok(vm) => vm,
+        Err(error) => {
+            left.abandon();
+            return Err(refused(error));
+        }
+    };
+    if !arguments.json {
+        eprintln!(
+            "godwit: the guest runs here, and a godwit that was killed has left memory of it \
+             missing: the source is waited for"
+        );
+    }
+    let fetched = match bind(arguments) {
+        Ok((listener, address)) => {
+            let options = options(arguments, None)?;
+            tell_bound(arguments, &address, None, options.confined);
+            follow(&mut vm, &listener, left, &options, cancel, notice).map_err(RequestError::Failed)
+        }
+        Err(error) => {
+            left.abandon();
+            Err(error)
+        }
+    };
+    fetched.map(|received| Some((received, process::cost())))
 }
 
 /// Takes a guest into a QEMU that is started for it.
@@ -361,34 +406,46 @@ fn listen(
     cancel: &Cancel,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<(Received, Cost), RequestError> {
-    let security = security(arguments)?;
+    let options = options(arguments, record)?;
+    let (listener, address) = bind(arguments)?;
+    tell_bound(arguments, &address, advice(&vm.ram()).as_deref(), options.confined);
+    let received =
+        receive(vm, &listener, &options, cancel, notice).map_err(RequestError::Failed)?;
+    Ok((received, process::cost()))
+}
+
+/// Opens the port.
+fn bind(arguments: &Arguments) -> Result<(Listener, Address), RequestError> {
     let listener = Listener::bind(&arguments.listen);
     let bound = listener.and_then(|l| l.address().map(|address| (l, address)));
-    let (listener, address) = bound.map_err(|source| {
+    bound.map_err(|source| {
         let error = EngineError::Listen { address: arguments.listen.to_string(), source };
         RequestError::Refused(error.into())
-    })?;
-    let confined = !arguments.unconfined && godwit_confine::is_available();
-    let (at, advice) = (address.to_string(), advice(&vm.ram()));
-    let advice = advice.as_deref();
-    tell_listening(&Listening { address: &at, advice, confined: Some(confined) }, arguments);
+    })
+}
+
+/// It is open, at `address`.
+fn tell_bound(arguments: &Arguments, address: &Address, advice: Option<&str>, confined: bool) {
+    let address = &address.to_string();
+    tell_listening(&Listening { address, advice, confined: Some(confined) }, arguments);
+}
+
+/// What the operator wants, with a record at a path.
+fn options(arguments: &Arguments, record: Option<PathBuf>) -> Result<Options, RequestError> {
     #[allow(clippy::needless_update, reason = "there are more in a build with test hooks")]
-    let options = Options {
+    Ok(Options {
         wait: Some(arguments.wait).filter(|wait| !wait.is_zero()),
-        security,
+        security: security(arguments)?,
         codecs: arguments.compression.codecs(),
         disks: arguments.disks.clone(),
         overcommit: arguments.overcommit,
         reconnect: arguments.reconnect,
         record,
-        confined,
+        confined: !arguments.unconfined && godwit_confine::is_available(),
         #[cfg(feature = "test-hooks")]
         faults: arguments.hooks.faults(),
         ..Options::default()
-    };
-    let received =
-        receive(vm, &listener, &options, cancel, notice).map_err(RequestError::Failed)?;
-    Ok((received, process::cost()))
+    })
 }
 
 /// What would make it cheaper, where that is much.

@@ -88,6 +88,17 @@ fn next(vm: &VmName, known: Known) -> String {
             settle("there"),
             settle("here")
         ),
+        Known::Follows => format!(
+            "send what is missing: type the godwit migrate of this VM once more, with the same \
+             --to and security; do not end this VM\n\
+             if the destination's VM has ended, the guest is lost: end this one by {} --force",
+            settle("there")
+        ),
+        Known::Lacks => {
+            "fetch what is missing: type the godwit receive of this VM once more, with \
+                         the same --listen and security, and at the source its godwit migrate"
+                .to_owned()
+        }
         Known::Silent => format!(
             "if it was stopped by somebody else, nothing is to be done here; if you know that it \
              runs nowhere else and never will: {} --force",

@@ -158,6 +158,7 @@ fn upgrade(arguments: &Arguments, cancel: Cancel) -> Result<Option<Upgraded>, Re
     };
     let refused = |error: QemuError| RequestError::Refused(refused_qemu(path, error));
     let mut old = QemuSource::open(path)
+        .and_then(QemuSource::whole)
         .and_then(QemuSource::staying_in_place)
         .and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)))
         .map_err(refused)?

@@ -64,15 +64,18 @@ impl fmt::Display for VmName {
 impl VmName {
     /// The QEMU of that name, to be looked at.
     pub(crate) fn source(&self) -> Result<QemuSource, Box<dyn Error>> {
-        match self {
-            Self::Qemu(path) => QemuSource::open(path).map_err(|error| refused_qemu(path, error)),
+        let opened = match self {
+            Self::Qemu(path) => {
+                QemuSource::open(path).map_err(|error| refused_qemu(path, error))?
+            }
             Self::Libvirt { domain, uri } => {
                 domain_wanted(domain)?;
-                Ok(QemuSource::open_domain(domain, &libvirt_uri(uri.as_deref()), false)?)
+                QemuSource::open_domain(domain, &libvirt_uri(uri.as_deref()), false)?
             }
-            Self::Proxmox(id) => Ok(QemuSource::open_proxmox(id)?),
-            Self::Microvm(_) => Err("a microvm is no QEMU".into()),
-        }
+            Self::Proxmox(id) => QemuSource::open_proxmox(id)?,
+            Self::Microvm(_) => return Err("a microvm is no QEMU".into()),
+        };
+        Ok(opened.whole()?)
     }
 }
 

@@ -67,7 +67,7 @@ impl Compression {
 /// let common = Codecs::ALL.common(Codecs::of(CodecId::Lz4));
 /// assert!(common.contains(CodecId::Lz4) && !common.contains(CodecId::Zstd));
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Codecs(pub u32);
 
 impl Codecs {

@@ -2,7 +2,7 @@
 //! it be killed.
 //!
 //! Invariants: such a file is its owner's alone, is locked while a godwit lives by it, and is
-//! replaced whole. It is gone with its [`Place`].
+//! replaced whole. It is gone with its [`Place`], unless that is left to another godwit.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Write};
@@ -86,20 +86,20 @@ impl Place {
         Ok(())
     }
 
-    /// Leaves the record as one that is killed does.
-    #[cfg(test)]
+    /// Leaves the record for another godwit, as one that is killed does.
     pub(crate) fn abandon(&mut self) {
         self.held.clear();
     }
 
-    fn refused(&self, why: impl std::fmt::Display) -> EngineError {
+    pub(crate) fn refused(&self, why: impl std::fmt::Display) -> EngineError {
         EngineError::Record { path: self.path.clone(), why: why.to_string() }
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        if !self.held.is_empty() {
+        // Behind a panic another one is to go on.
+        if !self.held.is_empty() && !std::thread::panicking() {
             let _ = std::fs::remove_file(&self.path);
         }
     }

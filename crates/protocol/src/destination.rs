@@ -69,6 +69,8 @@ pub enum Input {
     LinkLost,
     /// The source is back.
     Returned,
+    /// The guest runs here, and one that was killed has left pages missing.
+    Follow,
     /// The source gave up.
     Aborted,
     /// Something went wrong here, a wait reached its limit, or the operator cancelled.
@@ -149,6 +151,8 @@ pub fn step(state: State, input: Input, left: bool) -> Result<(State, Vec<Action
         (S::Listening, I::Offer) => (S::Receiving, vec![A::SendAccept]),
         // It comes back for what one that was killed has left.
         (S::Listening, I::Returned) => (S::Receiving, vec![A::SendResumed]),
+        // It comes back for what is missing, or asks who runs the guest.
+        (S::Listening, I::Follow) if left => (S::SeveredFetching, vec![A::AwaitReturn]),
         // Behind it nothing is placed but what is missing, and the guest is stopped at the source.
         (S::Prepared, I::Missing) if !left => (state, vec![A::AwaitPages]),
         (S::Prepared, I::LinkLost) if left => {

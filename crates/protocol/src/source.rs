@@ -74,6 +74,9 @@ pub enum Input {
     /// The operator wants the migration taken up again that another godwit began here, which was
     /// killed in pre-copy.
     Restart,
+    /// The same of one that was killed when the guest ran at the destination, or may have, and
+    /// pages were missing there.
+    Follow,
     /// The destination accepts the offer.
     Accepted,
     /// The destination has every page of the round in place.
@@ -230,6 +233,8 @@ pub fn step(
         // Nothing is known any more of what was sent. The destination says what it holds; until
         // then this is a session whose connections are lost.
         (S::Idle, I::Restart) => (S::Severed { round: 0 }, vec![A::StartTracking, A::Reconnect]),
+        // COMMIT was or may have been sent. What is missing, the destination says when it is back.
+        (S::Idle, I::Follow) if last == L::Left => (S::InDoubt, vec![A::Resolve]),
         (S::Negotiating, I::Accepted) => {
             (S::PreCopy { round: 0 }, vec![A::StartTracking, A::CopyRound(0)])
         }

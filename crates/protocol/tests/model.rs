@@ -181,6 +181,9 @@ impl World {
                 D::FetchPages if !self.missing => {
                     self.destination_todo.push_back(Di::AllPlaced);
                 }
+                D::AwaitReturn if self.left && !self.missing => {
+                    self.destination_todo.push_back(Di::AllPlaced);
+                }
                 D::FetchPages
                 | D::WriteState
                 | D::SendPrints
@@ -359,6 +362,25 @@ impl World {
                 }
             }
         }
+        // Another godwit takes up what one that was killed has left, where pages follow.
+        let follows =
+            matches!(self.source, Ss::Handover | Ss::InDoubt | Ss::Serving | Ss::SeveredServing)
+                && self.last == LastPages::Left;
+        if self.source_gone && follows && !self.link {
+            add(&|w| {
+                (w.source_gone, w.source_knows) = (false, true);
+                w.source = Ss::Idle;
+                w.source_takes(Si::Follow);
+            });
+        }
+        let runs = matches!(self.destination, Ds::Fetching | Ds::SeveredFetching | Ds::Running);
+        if self.destination_gone && runs && self.left && !self.link {
+            add(&|w| {
+                (w.destination_gone, w.destination_knows) = (false, true);
+                w.destination = Ds::Listening;
+                w.destination_takes(Di::Follow);
+            });
+        }
         // Nor is a source waited for for ever.
         let waits = matches!(self.destination, Ds::Severed | Ds::SeveredPrepared);
         if waits && !self.destination_gone {
@@ -519,18 +541,18 @@ fn a_source_killed_before_commit_still_owns_its_guest() {
     );
 }
 
-/// A guest that runs with pages missing is completed, and the source hears of it, as long as both
-/// sides are there and the link comes back.
+/// A guest that runs with pages missing is completed, and the source hears of it, as long as the
+/// link comes back, and another godwit where one was killed.
 #[test]
 fn missing_pages_come_however_often_the_link_breaks() {
     let start = World::start(LastPages::Left, true);
     let worlds = reachable(start, true);
     let fetching = [Ds::Fetching, Ds::SeveredFetching, Ds::Running];
-    let mut severed = 0;
+    let (mut severed, mut killed) = (0, 0);
     for world in worlds.iter().filter(|world| fetching.contains(&world.destination)) {
-        let there = !world.source_gone && !world.destination_gone;
         severed += usize::from(world.destination == Ds::SeveredFetching);
-        if !there || world.reconnects_left == 0 {
+        killed += usize::from(world.source_gone || world.destination_gone);
+        if world.reconnects_left == 0 {
             continue;
         }
         // It is at least as far as COMMIT, and does not end before the pages have come.
@@ -539,7 +561,7 @@ fn missing_pages_come_however_often_the_link_breaks() {
         let completed = |end: &World| end.source == Ss::Done && !end.missing;
         assert!(ends.iter().any(completed), "it is never completed: {world:?}");
     }
-    assert!(severed > 100, "{severed}: the model is broken");
+    assert!(severed > 100 && killed > 100, "{severed}, {killed}: the model is broken");
 }
 
 /// What was said of missing pages is in place before the guest can run, and once.

@@ -28,9 +28,10 @@ const SOURCE_STATES: [src::State; 18] = [
     src::State::Done,
     src::State::Cancelled,
 ];
-const SOURCE_INPUTS: [src::Input; 21] = [
+const SOURCE_INPUTS: [src::Input; 22] = [
     src::Input::Start,
     src::Input::Restart,
+    src::Input::Follow,
     src::Input::Accepted,
     src::Input::RoundPlaced,
     src::Input::RoundSent,
@@ -67,7 +68,7 @@ const DESTINATION_STATES: [dst::State; 14] = [
     dst::State::Done,
     dst::State::Discarded,
 ];
-const DESTINATION_INPUTS: [dst::Input; 17] = [
+const DESTINATION_INPUTS: [dst::Input; 18] = [
     dst::Input::Offer,
     dst::Input::RoundEnd,
     dst::Input::Prepare,
@@ -83,6 +84,7 @@ const DESTINATION_INPUTS: [dst::Input; 17] = [
     dst::Input::Farewell,
     dst::Input::LinkLost,
     dst::Input::Returned,
+    dst::Input::Follow,
     dst::Input::Aborted,
     dst::Input::Failed,
 ];

@@ -122,6 +122,36 @@ fn inode(link: &str) -> Option<u32> {
     link.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
 }
 
+/// Whether somebody takes connections at the unix socket `path`, as the kernel lists them (proc(5),
+/// /proc/net/unix). Nobody connects for it: QEMU throws away what is asked over a connection while
+/// it clears up behind the one before (`monitor_qmp_cleanup_queue_and_resume`), which was seen to
+/// cost the first command.
+pub(crate) fn is_listened_on(path: &Path) -> bool {
+    !listeners_at(path).is_empty()
+}
+
+/// Whether process `pid` takes connections at `path`.
+pub(crate) fn listens_at(pid: i32, path: &Path) -> bool {
+    let listeners = listeners_at(path);
+    let resolved = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let all = if listeners.is_empty() { listeners_at(&resolved) } else { listeners };
+    sockets_of(pid).is_ok_and(|open| all.iter().any(|inode| open.contains(inode)))
+}
+
+/// The numbers of the sockets that listen at `path`.
+fn listeners_at(path: &Path) -> Vec<u32> {
+    // The flag of a socket that listens, `__SO_ACCEPTCON`.
+    const ACCEPTS: &str = "00010000";
+    let sockets = fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    let end = format!(" {}", path.to_string_lossy());
+    let of_line = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().take(7).collect();
+        let listens = words.get(3) == Some(&ACCEPTS) && line.ends_with(&end);
+        words.get(6).filter(|_| listens)?.parse().ok()
+    };
+    sockets.lines().filter_map(of_line).collect()
+}
+
 /// The processes that have one of these sockets open.
 fn holders(inodes: &[u32]) -> Vec<Client> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -273,6 +303,21 @@ mod tests {
         assert!(holders(&[peer]).iter().any(|client| client.pid == own));
         assert_eq!(of_monitor(&path), None, "it is this process itself");
         fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn who_listens_is_found_without_a_connection() {
+        let path = std::env::temp_dir().join(format!("godwit-listens-{}", std::process::id()));
+        assert!(!is_listened_on(&path));
+        let listener = UnixListener::bind(&path).unwrap();
+        assert!(is_listened_on(&path));
+        let own = std::process::id().cast_signed();
+        assert!(listens_at(own, &path) && !listens_at(own, "/nowhere".as_ref()));
+        listener.set_nonblocking(true).unwrap();
+        assert!(listener.accept().is_err(), "somebody has connected");
+        drop(listener);
+        assert!(!is_listened_on(&path));
+        std::fs::remove_file(path).unwrap();
     }
 
     #[test]

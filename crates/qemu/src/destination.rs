@@ -16,7 +16,8 @@ use godwit_bitmap::DirtyBitmap;
 use godwit_disk::{Disk, DiskChoice, DiskReader, DiskSink};
 use godwit_engine::Interrupt;
 use godwit_engine::vm::{
-    ArrivingPages, Ask, DestinationVm, DiskDestination, PostCopyDestination, RunError, VmError,
+    ArrivingPages, Ask, DestinationVm, DiskDestination, Kept, PostCopyDestination, RunError,
+    VmError,
 };
 use godwit_memory::RamBlock;
 
@@ -25,7 +26,7 @@ use crate::compare;
 use crate::disks::{self, Receiving};
 use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::Machine;
-use crate::mark::record_in;
+use crate::mark::{INCOMING, record_in};
 use crate::monitor::commands::{Cont, MigrateIncoming, Quit, Stop};
 use crate::monitor::{COMMAND_LIMIT, QmpError, STEP, Seen};
 use crate::post_copy;
@@ -62,6 +63,8 @@ pub struct QemuDestination {
     owned: bool,
     /// The guest's memory, where it is that of the source: nothing of it is taken in.
     in_place: Option<Arc<InPlace>>,
+    /// What another godwit goes on by, when pages are awaited.
+    kept: Option<Kept>,
 }
 
 /// Where device state is written to.
@@ -142,6 +145,7 @@ impl QemuDestination {
             receiving: None,
             guard: None,
             owned: false,
+            kept: None,
         })
     }
 
@@ -192,7 +196,7 @@ impl QemuDestination {
     /// it. Those there of QEMUs of this host that have ended are removed.
     #[must_use]
     pub fn record_in(&self, directory: &Path) -> PathBuf {
-        record_in(directory, self.pid(), "-incoming")
+        record_in(directory, self.pid(), INCOMING)
     }
 
     /// Whether it still waits for a guest, so that another attempt can use it.
@@ -359,7 +363,13 @@ impl PostCopyDestination for QemuDestination {
         &mut self,
         missing: Vec<DirtyBitmap>,
     ) -> Result<Arc<dyn ArrivingPages>, VmError> {
-        Ok(post_copy::await_pages(&mut self.machine, &self.ram, &missing)?)
+        let (pages, kept) = post_copy::await_pages(&mut self.machine, &self.ram, &missing)?;
+        self.kept = Some(kept);
+        Ok(pages)
+    }
+
+    fn kept(&self) -> Option<Kept> {
+        self.kept.clone()
     }
 }
 

@@ -177,6 +177,12 @@ pub enum QemuError {
         /// Whether it could be forced.
         for_force: bool,
     },
+    /// What a godwit that was killed has left missing cannot be fetched or sent.
+    #[error("a godwit that was killed has left pages of the guest missing, and {why}")]
+    NotFollowed {
+        /// Why, and what to do.
+        why: &'static str,
+    },
     /// The destination does not wait for a migration.
     #[error(
         "the destination QEMU is not waiting for a migration ({state}): start it with the source's \

@@ -8,6 +8,13 @@ use std::path::{Path, PathBuf};
 
 const PREFIX: &str = "godwit-";
 
+/// The ends of names of records: of a destination to which pages come; of a guest that runs before
+/// all of its pages are there, where these are and where they are missing.
+pub(crate) const INCOMING: &str = "-incoming";
+pub(crate) const LEFT: &str = "-left";
+pub(crate) const LACKS: &str = "-lacks";
+const SIDES: [&str; 3] = [INCOMING, LEFT, LACKS];
+
 /// A process that once was godwit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mark {
@@ -71,6 +78,18 @@ fn boot() -> String {
     id.chars().take(8).collect()
 }
 
+/// All records with this ending in `directory` of QEMUs of this host that run, each with the QEMU's
+/// process.
+pub(crate) fn records(directory: &Path, side: &str) -> Vec<(PathBuf, i32)> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let of_living = |name: &str| {
+        let (pid, started) = qemu_of(name)?;
+        let ends = name.strip_suffix(".json").is_some_and(|stem| stem.ends_with(side));
+        (ends && start_time(pid) == Some(started)).then_some(pid.cast_signed())
+    };
+    entries.filter_map(|it| Some((it.path(), of_living(it.file_name().to_str()?)?))).collect()
+}
+
 /// The file in `directory` of that name; what others have left there is swept.
 pub(crate) fn record_in(directory: &Path, qemu: i32, side: &str) -> PathBuf {
     sweep_records(directory);
@@ -92,7 +111,7 @@ fn sweep_records(directory: &Path) {
 /// this host's.
 fn qemu_of(name: &str) -> Option<(u32, u64)> {
     let (stem, ending) = name.split_once('.')?;
-    let stem = stem.strip_suffix("-incoming").unwrap_or(stem);
+    let stem = SIDES.iter().find_map(|side| stem.strip_suffix(side)).unwrap_or(stem);
     let (pid, rest) = stem.strip_prefix("qemu-")?.split_once('-')?;
     let (started, boot) = rest.split_once('-')?;
     let ours = ending == "json" || ending.ends_with(".new");
@@ -140,7 +159,8 @@ mod tests {
             format!("{gone}.txt"),
             "other.json".to_owned(),
         ];
-        let swept = [".json", "-incoming.json", ".12.new"].map(|end| format!("{gone}{end}"));
+        let swept = [".json", "-incoming.json", "-left.json", "-lacks.json", ".12.new"]
+            .map(|end| format!("{gone}{end}"));
         for name in kept.iter().chain(&swept) {
             std::fs::write(directory.join(name), "").unwrap();
         }

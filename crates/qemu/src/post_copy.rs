@@ -8,14 +8,15 @@
 use std::sync::Arc;
 
 use godwit_bitmap::DirtyBitmap;
-use godwit_engine::vm::ArrivingPages;
+use godwit_engine::vm::{ArrivingPages, Kept};
 use godwit_memory::{Place, RamBlock};
 use godwit_track::{Approach, MissingPages, may_trace};
 use godwit_units::ByteCount;
 
 use crate::machine::Machine;
+use crate::mark::LACKS;
 use crate::process::descriptors;
-use crate::{QemuError, userfaultfd};
+use crate::{QemuError, left, userfaultfd};
 
 /// Why nobody can wait for pages of process `pid`, with this RAM; `None` if one can. Touches
 /// nothing.
@@ -68,17 +69,21 @@ fn other_userfaultfd(pid: i32) -> bool {
     })
 }
 
-/// Throws away what QEMU has of the pages in `missing`, and lets whoever accesses one wait.
+/// Throws away what QEMU has of the pages in `missing`, and lets whoever accesses one wait. Returns
+/// what another godwit goes on by, too.
 pub(crate) fn await_pages(
     machine: &mut Machine,
     ram: &[RamBlock],
     missing: &[DirtyBitmap],
-) -> Result<Arc<dyn ArrivingPages>, QemuError> {
+) -> Result<(Arc<dyn ArrivingPages>, Kept), QemuError> {
     let pid = machine.pid;
+    // Before anything is thrown away.
+    let record = left::record(pid, LACKS)?;
     let harmless_filters = userfaultfd::own_filters(pid);
     let pages = userfaultfd::for_faults(machine, |way| {
         let approach = Approach { way, harmless_filters };
         MissingPages::start(approach, pid, ram, missing.to_vec())
     })?;
-    Ok(Arc::new(pages))
+    let kept = Kept { record, machine: left::words(pid, pages.number(), ram) };
+    Ok((Arc::new(pages), kept))
 }

@@ -37,7 +37,7 @@ mod union;
 mod vhost;
 mod words;
 
-pub use attach::{Approach, Attachment, Way, attach};
+pub use attach::{Approach, Attachment, Way, attach, has_userfaultfd};
 pub use error::TrackError;
 pub use governor::GovernorMeasures;
 pub use kvm::{

@@ -8,8 +8,9 @@ use godwit_e2e::{
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, Ended, GuestConfig, Link, QemuBuild, VmConfig, builds_for, kvm_builds_for,
+    Backend, Ended, GuestConfig, Link, Movable, QemuBuild, VmConfig, builds_for, kvm_builds_for,
 };
+use rustix::process::Signal;
 use serde_json::Value;
 
 /// So slow that the memory of the small guest takes seconds; and lost connections are made again.
@@ -47,6 +48,17 @@ fn check_followed(pair: &mut Pair, migrate: &Ended, receive: &Ended) -> anyhow::
     let (faults, time) = (figure(receive, "fetched", "faults")?, &receive.last()["fetched"]);
     println!("{missing} bytes followed, {faults} pages were waited for: {time}");
     ensure!(missing > 0 && faults > 0, "{}", receive.last());
+    check_clean(pair)
+}
+
+/// It came whole, whoever has seen to that.
+fn check_whole(pair: &mut Pair, migrate: &Ended) -> anyhow::Result<()> {
+    check_moved(pair, migrate)?;
+    check_clean(pair)
+}
+
+/// Nothing of godwit's is left in QEMU, and the source has ended.
+fn check_clean(pair: &mut Pair) -> anyhow::Result<()> {
     let descriptors = format!("/proc/{}/fd", pair.destination.pid());
     for descriptor in std::fs::read_dir(descriptors)?.flatten() {
         let Ok(target) = std::fs::read_link(descriptor.path()) else { continue };
@@ -113,14 +125,119 @@ fn a_link_that_is_cut_meanwhile_is_waited_for() -> anyhow::Result<()> {
         }
         std::thread::sleep(AWAY);
         // Nobody gives up: not for a wish either.
-        receive.signal(rustix::process::Signal::INT)?;
-        migrate.signal(rustix::process::Signal::INT)?;
+        receive.signal(Signal::INT)?;
+        migrate.signal(Signal::INT)?;
         link.mend();
         let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
         check_followed(&mut pair, &migrate, &receive).with_context(|| build.to_string())?;
         ensure!(figure(&migrate, "post_copy", "resumptions")? == 1, "{}", migrate.last());
     }
     Ok(())
+}
+
+/// What `godwit recover` knows of a VM, and whether an operator has to do something.
+fn known(pair: &Pair, vm: &dyn Movable) -> anyhow::Result<(String, bool)> {
+    let output = pair.godwit.run(&["recover", "--vm", &vm.vm_name(), "--json"])?;
+    let value: Value = serde_json::from_slice(&output.stdout)
+        .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+    let known = value["known"].as_str().context("nothing is known")?;
+    Ok((known.to_owned(), output.status.code() == Some(3)))
+}
+
+/// What another godwit needs is there, of one side or the other.
+fn records(pair: &Pair) -> usize {
+    let of = [(pair.source.pid(), "-left"), (pair.destination.pid(), "-lacks")];
+    let names = std::fs::read_dir("/run/godwit").into_iter().flatten().flatten();
+    let ours = |name: &str| {
+        of.iter().any(|(pid, end)| name.starts_with(&format!("qemu-{pid}-")) && name.contains(end))
+    };
+    names.filter(|it| it.file_name().to_str().is_some_and(ours)).count()
+}
+
+#[test]
+fn whoever_is_killed_meanwhile_is_followed_by_another() -> anyhow::Result<()> {
+    // Mutations: the record goes with the process; it is not written; who follows counts its
+    // attempts from the beginning.
+    for build in builds_for("whoever_is_killed_meanwhile_is_followed_by_another") {
+        println!("with {build}");
+        let mut pair = Pair::start(&config(&build, Mode::Rate))?;
+        let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+        let options = [SLOW, &["--postcopy", "now"]].concat();
+        let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+        let follows = |line: &Value| line["stage"] == "post-copy";
+        migrate.wait_for("the guest to run there", LIMIT, follows)?;
+        ensure!(records(&pair) == 2, "not a record of each side");
+
+        receive.signal(Signal::KILL)?;
+        drop(receive.wait(LIMIT)?);
+        migrate.wait_for("severed", LIMIT, |line: &Value| line["event"] == "severed")?;
+        let (receive, _) = pair.godwit.receive_on(&address, &pair.destination, &[])?;
+        let resumed = |line: &Value| line["event"] == "resumed";
+        receive.wait_for("resumed", LIMIT, resumed)?;
+
+        migrate.signal(Signal::KILL)?;
+        drop(migrate.wait(LIMIT)?);
+        receive.wait_for("severed", LIMIT, |line: &Value| line["event"] == "severed")?;
+        ensure!(known(&pair, &pair.source)? == ("follows".to_owned(), true));
+        let end = ["recover", "--vm", &pair.source.vm_name(), "--guest", "there"];
+        let refused = pair.godwit.run(&end)?;
+        ensure!(!refused.status.success(), "its pages are nowhere else");
+        let plan = ["plan", "--vm", &pair.source.vm_name(), "--to", &address];
+        let plan = pair.godwit.run(&plan)?;
+        let words = String::from_utf8_lossy(&plan.stderr).into_owned();
+        ensure!(words.contains("godwit recover"), "{words}");
+
+        // Both: then the guest runs, as far as it can, with nobody there.
+        let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+        migrate.wait_for("the destination", LIMIT, follows)?;
+        std::thread::sleep(Duration::from_millis(700));
+        for side in [&migrate, &receive] {
+            side.signal(Signal::KILL)?;
+        }
+        drop((migrate.wait(LIMIT)?, receive.wait(LIMIT)?));
+        ensure!(records(&pair) == 2, "a record is gone");
+
+        let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+        let (receive, _) = pair.godwit.receive_on(&address, &pair.destination, &[])?;
+        let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+        ensure!(migrate.status.success(), "{} {}", migrate.last(), migrate.errors);
+        ensure!(receive.status.success(), "{} {}", receive.last(), receive.errors);
+        check_whole(&mut pair, &migrate).with_context(|| build.to_string())?;
+        ensure!(records(&pair) == 0, "a record is left");
+    }
+    Ok(())
+}
+
+#[test]
+fn who_follows_may_leave_off_until_the_other_side_is_there() -> anyhow::Result<()> {
+    let builds = builds_for("who_follows_may_leave_off_until_the_other_side_is_there");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&config(build, Mode::Rate))?;
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let options = [SLOW, &["--postcopy", "now"]].concat();
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+    migrate.wait_for("there", LIMIT, |line: &Value| line["stage"] == "post-copy")?;
+    for side in [&migrate, &receive] {
+        side.signal(Signal::KILL)?;
+    }
+    drop((migrate.wait(LIMIT)?, receive.wait(LIMIT)?));
+    // Mutation: what was left goes with who leaves off.
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+    std::thread::sleep(Duration::from_secs(1));
+    migrate.signal(Signal::INT)?;
+    let ended = migrate.wait(LIMIT)?;
+    ensure!(ended.status.code() == Some(3), "{} {}", ended.last(), ended.errors);
+    let (receive, _) = pair.godwit.receive_on(&address, &pair.destination, &[])?;
+    receive.signal(Signal::INT)?;
+    let ended = receive.wait(LIMIT)?;
+    ensure!(ended.status.code() == Some(3), "{} {}", ended.last(), ended.errors);
+    ensure!(records(&pair) == 2, "a record is gone");
+
+    let (receive, _) = pair.godwit.receive_on(&address, &pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
+    ensure!(migrate.status.success(), "{} {}", migrate.last(), migrate.errors);
+    receive.wait(LIMIT)?;
+    check_whole(&mut pair, &migrate)
 }
 
 #[test]

@@ -5,6 +5,7 @@
 //! [`ArrivingPages`](crate::vm::ArrivingPages), which has each placed once.
 
 use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use godwit_protocol::destination::Input;
@@ -14,9 +15,11 @@ use godwit_wire::{Feature, MISSING_LIMIT, Message};
 use super::arriving::Fetching;
 use super::channel::PEER;
 use super::lanes::Lanes;
+use super::left::Left;
 use super::session::{Found, out_of_place};
 use super::{Destination, Notice, Stage};
 use crate::missing::MissingList;
+use crate::vm::ArrivingPages;
 use crate::{EngineError, limits};
 
 /// How often it is looked whether the last page has come.
@@ -48,7 +51,22 @@ impl Destination<'_> {
         lanes.refuse_pages();
         lanes.add_urgent(&self.session, self.notice)?;
         let vm = self.vm.post_copy().ok_or(EngineError::Panicked("main"))?;
-        let pages = vm.await_pages(list.into_missing()).map_err(EngineError::Vm)?;
+        let missing = list.into_missing();
+        let pages = vm.await_pages(missing.clone()).map_err(EngineError::Vm)?;
+        let kept = vm.kept();
+        self.begin_to_fetch(lanes, pages)?;
+        if let (Some(kept), Some(record)) = (kept, self.known_by(lanes)) {
+            self.followed = Some(Left::write(kept, record, &missing)?);
+        }
+        Ok(())
+    }
+
+    /// From here on what comes is one of the `pages` that are missing.
+    pub(super) fn begin_to_fetch(
+        &mut self,
+        lanes: &Lanes,
+        pages: Arc<dyn ArrivingPages>,
+    ) -> Result<(), EngineError> {
         let (control, cells) = (self.session.control(), self.session.cells());
         let fetching = Fetching::start(pages, lanes.order(), control, cells)?;
         lanes.have_arrive(fetching.arriving());
@@ -114,7 +132,8 @@ impl Destination<'_> {
     }
 
     /// Waits for the source to come back, without end: nobody else has what is missing. The last of
-    /// it may have come while it was lost.
+    /// it may have come while it was lost. Who goes on for one that was killed may leave off, and
+    /// leave it to another, as long as it has not come.
     pub(super) fn await_source_again(&mut self) -> Result<Input, EngineError> {
         loop {
             // What the guest has given back meanwhile is missing no more.
@@ -123,8 +142,13 @@ impl Destination<'_> {
                 self.session.linger_anew();
                 return Ok(Input::AllPlaced);
             }
+            if self.unheard && self.session.is_cancelled() {
+                self.gives_up = true;
+                return Err(EngineError::Cancelled);
+            }
             let soon = Instant::now() + limits::TICK;
             if let Some(found) = self.session.await_either(self.vm, soon, self.notice)? {
+                self.unheard = false;
                 return Ok(self.found_again(found));
             }
         }

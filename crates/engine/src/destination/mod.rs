@@ -16,8 +16,10 @@ mod disk;
 mod door;
 mod fault;
 mod fetching;
+mod following;
 mod lanes;
 mod layout;
+mod left;
 mod loading;
 mod memory;
 mod offer;
@@ -61,6 +63,8 @@ use session::{Session, out_of_place};
 
 #[cfg(feature = "test-hooks")]
 pub use fault::{Defect, Fault, Faults};
+pub use following::follow;
+pub use left::Left;
 
 /// What is told while receiving.
 ///
@@ -308,26 +312,7 @@ pub fn receive(
             return Err(Failure { phase: Phase::Setup, survivor, cause });
         }
     };
-    let destination = Destination {
-        ram: vm.ram(),
-        vm,
-        options,
-        notice,
-        session,
-        runs: false,
-        loading: Loading::default(),
-        round: 0,
-        state_piece: Vec::new(),
-        missing: None,
-        left: false,
-        fetching: None,
-        disk_prints_wanted: false,
-        pages_complete: false,
-        back: None,
-        kept,
-        cause: None,
-        measures: Received::default(),
-    };
+    let destination = Destination { kept, ..Destination::new(vm, options, notice, session) };
     destination.run(first)
 }
 
@@ -387,6 +372,8 @@ enum First {
     Said(Result<Message, EngineError>),
     /// It is back for what a godwit that was killed has left.
     Back(Return, Box<Lanes>, Record),
+    /// The guest runs here, and it is still to come back for what is missing.
+    Follow(Box<Lanes>),
 }
 
 /// What is written down for another godwit.
@@ -447,8 +434,12 @@ struct Destination<'a> {
     missing: Option<MissingList>,
     /// It has said all of that.
     left: bool,
-    /// What is still to come, from then on.
+    /// What is still to come, from then on, and what another godwit would fetch it by.
     fetching: Option<Fetching>,
+    followed: Option<Left>,
+    /// It goes on for one that was killed, and the source has not come yet; and need not any more.
+    unheard: bool,
+    gives_up: bool,
     /// What is on the disks is to be told as well, when it is told what is in memory.
     disk_prints_wanted: bool,
     /// All pages are in place.
@@ -490,6 +481,40 @@ impl Stage {
     }
 }
 
+impl<'a> Destination<'a> {
+    /// One to which nothing has come yet.
+    fn new(
+        vm: &'a mut dyn DestinationVm,
+        options: &'a Options,
+        notice: &'a mut dyn FnMut(&Notice),
+        session: Session<'a>,
+    ) -> Self {
+        Self {
+            ram: vm.ram(),
+            vm,
+            options,
+            notice,
+            session,
+            runs: false,
+            loading: Loading::default(),
+            round: 0,
+            state_piece: Vec::new(),
+            missing: None,
+            left: false,
+            fetching: None,
+            followed: None,
+            unheard: false,
+            gives_up: false,
+            disk_prints_wanted: false,
+            pages_complete: false,
+            back: None,
+            kept: Kept::default(),
+            cause: None,
+            measures: Received::default(),
+        }
+    }
+}
+
 impl Destination<'_> {
     /// Takes in the guest of the source that began with `first`.
     fn run(mut self, first: First) -> Result<Received, Failure> {
@@ -510,6 +535,10 @@ impl Destination<'_> {
                 stage = Stage::Receiving(*lanes);
                 Input::Returned
             }
+            First::Follow(lanes) => {
+                stage = Stage::Receiving(*lanes);
+                Input::Follow
+            }
         };
         loop {
             let stepped = step(state, input, self.left).or_else(|unexpected| {
@@ -529,7 +558,7 @@ impl Destination<'_> {
                         follow = input.or(follow);
                     }
                     Err(error) => {
-                        uncertain |= matches!(error, EngineError::Uncertain(_));
+                        uncertain |= matches!(error, EngineError::Uncertain(_)) || self.gives_up;
                         follow = Some(self.failed(state, error));
                         break;
                     }
@@ -545,6 +574,9 @@ impl Destination<'_> {
                     self.await_peer(&mut stage).unwrap_or_else(|error| self.failed(state, error))
                 }
             };
+        }
+        if let Some(followed) = self.followed.take_if(|_| self.gives_up) {
+            followed.abandon();
         }
         self.measures.bytes = stage.lanes().map_or(ByteCount::ZERO, Lanes::received);
         // Nothing to wait for once all is said.
@@ -755,15 +787,21 @@ impl Destination<'_> {
 
     /// Writes down what another godwit would need to go on.
     fn keep_record(&mut self, stage: &Stage) -> Result<(), EngineError> {
-        let (Some(lanes), Some(record)) = (stage.lanes(), self.session.known_by()) else {
-            return Ok(());
-        };
+        if let Some(record) = stage.lanes().and_then(|lanes| self.known_by(lanes)) {
+            self.kept.record = Some(record);
+            self.kept.write(|_| {})?;
+        }
+        Ok(())
+    }
+
+    /// What another godwit would know the migration by, if one may go on.
+    fn known_by(&self, lanes: &Lanes) -> Option<Record> {
+        let record = self.session.known_by()?;
         let blocks = lanes.order().iter().map(|own| &self.ram[*own]);
         let blocks = blocks.map(|block| (block.name().to_owned(), block.pages().0)).collect();
         let disks = lanes.disks().iter().map(|disk| (disk.name.clone(), disk.size.0)).collect();
         let (running, verified) = (self.runs, self.measures.verified);
-        self.kept.record = Some(Record { running, verified, blocks, disks, ..record });
-        self.kept.write(|_| {})
+        Some(Record { running, verified, blocks, disks, ..record })
     }
 
     /// The connections are lost. A source that may come back is told so.
@@ -802,6 +840,9 @@ impl Destination<'_> {
         let Some(back) = self.back.take() else { return Err(EngineError::Panicked("main")) };
         let way = (back.attempt, back.channels);
         self.kept.write(|record| record.attempt = back.attempt)?;
+        if let Some(followed) = &mut self.followed {
+            followed.returned(back.attempt)?;
+        }
         // How many frames were placed says nothing of pages that come more than once.
         let placed = if self.left { (lanes.placed().0, [].as_slice()) } else { lanes.placed() };
         self.session.answer_return(back, placed)?;

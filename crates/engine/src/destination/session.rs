@@ -171,6 +171,12 @@ impl<'a> Session<'a> {
         })
     }
 
+    /// The guest of a session that was restored is ours: COMMIT was seen by another godwit.
+    pub(super) fn takes_over(&mut self) {
+        self.committed = Some(Instant::now());
+        self.interrupt.silence();
+    }
+
     /// What another godwit would know the source by, if it may come back, and this one was killed;
     /// without what is not the session's to know.
     pub(super) fn known_by(&self) -> Option<Record> {

@@ -5,7 +5,7 @@ use godwit_wire::Features;
 use crate::compression::Codecs;
 
 /// What both sides have.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Common {
     pub(super) codecs: Codecs,
     pub(super) features: Features,

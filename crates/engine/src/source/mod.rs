@@ -25,6 +25,7 @@ mod disk_sent;
 mod disks;
 mod ending;
 mod fault;
+mod following;
 mod frame_sender;
 mod free;
 mod history;
@@ -88,6 +89,7 @@ const PEER: &str = "destination";
 pub use before::BeforeSwitchover;
 #[cfg(feature = "test-hooks")]
 pub use fault::Fault;
+pub use following::follow;
 pub use post_copy::PostCopy;
 pub use trial::Trial;
 
@@ -125,6 +127,10 @@ pub struct Options {
     /// killed before the guest is stopped; one that finds such a record there does. Only where no
     /// disks move along, and the destination can. It is removed at the end.
     pub record: Option<PathBuf>,
+    /// Where to write down, before the guest runs at the destination without all of its pages,
+    /// what another godwit needs to send the rest ([`follow`]), should this one be killed. It is
+    /// removed at the end, unless nobody knows who has the guest.
+    pub follow_record: Option<PathBuf>,
     /// Compare every page of both sides with what was sent of it while the guest is stopped, and
     /// explain the first that differs, before anything is handed over; wants `verify`.
     pub audit: bool,
@@ -155,6 +161,7 @@ impl Options {
             keep_source: false,
             reconnect: limits::RECONNECT,
             record: None,
+            follow_record: None,
             audit: false,
             trace: None,
             before_switchover: None,
@@ -355,6 +362,13 @@ struct Source<'a> {
     loss: Option<EngineError>,
     /// What another godwit would go on by.
     record: Option<Place>,
+    /// The same, when the guest runs at the destination and pages are missing there; or where that
+    /// goes on for one that was killed.
+    followed: Option<Place>,
+    /// What both sides have.
+    common: Common,
+    /// How many godwits have taken the migration up before.
+    restarts: u8,
 }
 
 /// How far it has come, with what is held there.
@@ -471,6 +485,9 @@ impl<'a> Source<'a> {
             leaves,
             loss,
             record,
+            followed: None,
+            common: Common::default(),
+            restarts: 0,
         };
         Ok((source, setup))
     }
@@ -493,6 +510,11 @@ impl Source<'_> {
                 Ok(next) => input = next,
                 Err(error) if matches!(state, State::Serving | State::SeveredServing) => {
                     let error = self.explained(error);
+                    if matches!(&stage, Stage::Serving(serving) if serving.gives_up(&self)) {
+                        self.note(state, error);
+                        state = State::InDoubt;
+                        break;
+                    }
                     if serving::loses_guest(&error) || !matches!(stage, Stage::Serving(_)) {
                         self.note(state, error);
                         break;
@@ -513,6 +535,9 @@ impl Source<'_> {
                 }
             }
         }
+        if matches!(state, State::Handover | State::InDoubt) {
+            self.followed.iter_mut().for_each(Place::abandon);
+        }
         self.ending.hear_last_words(&mut self.session);
         stage.end(&mut self);
         self.ending.outcome(state, self.vm)?;
@@ -532,10 +557,17 @@ impl Source<'_> {
             place.write(record)?;
             self.session.restore(record)?;
             setup.restart(self, record)?;
-            self.meter.accepted(self.session.version(), &setup.common);
+            self.agreed(setup.common);
+            self.restarts = record.restarts();
         }
         self.record = Some(place);
         Ok(found.is_some())
+    }
+
+    /// Both sides have this in common.
+    fn agreed(&mut self, common: Common) {
+        self.common = common;
+        self.meter.accepted(self.session.version(), &common);
     }
 
     /// Writes down what another godwit needs.
@@ -644,6 +676,7 @@ impl Source<'_> {
                 last.finish_last_round(self, round).map(Some)
             }
             (A::ListMissing(round), S::Switchover(last)) => {
+                self.write_follow_record()?;
                 last.list_missing(self, round).map(Some)
             }
             (A::ServePages, _) => {

@@ -1,7 +1,9 @@
-//! What a source writes down for the godwit that takes its place, should it be killed in pre-copy:
-//! enough to prove to the destination that it is the same session.
+//! What a source writes down for the godwit that takes its place, should it be killed in pre-copy,
+//! or when the guest runs at the destination and pages are missing: enough to prove to the
+//! destination that it is the same session.
 //!
-//! Invariant: it is gone when the migration has ended, or the guest is about to be stopped.
+//! Invariant: it is gone when the migration has ended; that of pre-copy before the guest is
+//! stopped.
 
 use godwit_memory::RamBlock;
 use godwit_wire::{Feature, Features, Secret, SessionId, Version};
@@ -72,6 +74,17 @@ impl Record {
             disks: disks.to_vec(),
             restarts: 0,
         }
+    }
+
+    /// The same behind so many godwits that have taken it up.
+    pub(super) fn behind(mut self, restarts: u8) -> Self {
+        self.restarts = restarts;
+        self
+    }
+
+    /// How many have.
+    pub(super) fn restarts(&self) -> u8 {
+        self.restarts
     }
 
     pub(super) fn id(&self) -> SessionId {

@@ -34,6 +34,7 @@ use super::to_serve::ToServe;
 use super::{PEER, Source};
 use crate::address::Stream;
 use crate::cells::Cell;
+use crate::handle::Own;
 use crate::missing::MissingList;
 use crate::report::{PostCopyMeasures, Progress, Stage};
 use crate::{EngineError, limits, threads};
@@ -68,6 +69,9 @@ pub(super) struct Serving {
     resumptions: u32,
     severed: Duration,
     asked: Arc<AtomicU64>,
+    /// It goes on for a godwit that was killed, and the destination has not said yet what is
+    /// missing.
+    unheard: bool,
 }
 
 /// A thread that sends pages, and its connection.
@@ -85,9 +89,25 @@ impl Serving {
         lanes: &Lanes,
         urgent: (Stream, Stream),
     ) -> Result<Self, EngineError> {
+        let mut serving = Self::new(source, missing, lanes);
+        let wanted = take_wanted(source);
+        serving.answer(source, urgent, wanted)?;
+        Ok(serving)
+    }
+
+    /// Goes on for a godwit that was killed: what is missing the destination has to say first.
+    pub(super) fn for_another(source: &Source<'_>, own: &Own) -> Self {
+        let nothing = source.ram.iter().map(|block| DirtyBitmap::new(block.pages())).collect();
+        let lanes = Lanes::new(own, 1, source.common.codecs, false);
+        let mut serving = Self::new(source, nothing, &lanes);
+        serving.unheard = true;
+        serving
+    }
+
+    fn new(source: &Source<'_>, missing: Vec<DirtyBitmap>, lanes: &Lanes) -> Self {
         let table = ToServe::new(&source.ram, missing);
         let missing = table.unsent();
-        let mut serving = Self {
+        Self {
             table: Arc::new(table),
             link: lanes.link().clone(),
             lanes: None,
@@ -102,10 +122,13 @@ impl Serving {
             resumptions: 0,
             severed: Duration::ZERO,
             asked: Arc::default(),
-        };
-        let wanted = take_wanted(source);
-        serving.answer(source, urgent, wanted)?;
-        Ok(serving)
+            unheard: false,
+        }
+    }
+
+    /// Whether the operator has enough of it, and all can be left to another godwit.
+    pub(super) fn gives_up(&self, source: &Source<'_>) -> bool {
+        self.unheard && source.handle.cancel().is_cancelled()
     }
 
     /// The guest runs at the destination: sends what is left over the channels of `lanes`.
@@ -176,6 +199,11 @@ impl Serving {
 
     /// Waits until the destination has every page.
     pub(super) fn serve(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
+        if self.servers.is_empty() {
+            // The guest runs there, as was found out over the control connection alone.
+            let source = std::io::ErrorKind::NotConnected.into();
+            return Err(EngineError::Link { peer: PEER, source });
+        }
         loop {
             match source.session.next_event(source.vm, limits::TICK)? {
                 Some(Event::Peer { message: Ok(Message::Placed), .. }) => {
@@ -219,7 +247,7 @@ impl Serving {
                 self.resumptions += 1;
                 Ok(Input::Resumed)
             }
-            Err(error) if loses_guest(&error) => Err(error),
+            Err(error) if loses_guest(&error) || self.gives_up(source) => Err(error),
             Err(error) => {
                 self.end();
                 if let Some(outage) = &mut self.outage {
@@ -249,6 +277,9 @@ impl Serving {
         })?;
         let missing = await_missing(source)?;
         self.table.begin_again(missing);
+        if std::mem::take(&mut self.unheard) {
+            self.missing = self.table.unsent();
+        }
         self.attempt += 1;
         let wanted = take_wanted(source);
         let numbers = 0..=channels;
@@ -271,6 +302,9 @@ impl Serving {
         if source.vm.has_ended() {
             return Err(EngineError::Ended("source"));
         }
+        if self.gives_up(source) {
+            return Err(EngineError::Cancelled);
+        }
         let event = source.session.next_event(source.vm, limits::RETRY)?;
         if let Some(event @ Event::Peer { message: Ok(Message::Abort { .. }), .. }) = event {
             return Err(event.out_of_place());
@@ -283,7 +317,7 @@ impl Serving {
 
     /// Tells whoever looks how it stands.
     fn report(&mut self, source: &mut Source<'_>) {
-        let Some(mut progress) = self.looked.clone() else { return };
+        let mut progress = self.looked.clone().unwrap_or_else(nothing_seen);
         progress.elapsed = source.meter.elapsed();
         (progress.stage, progress.round_ended) = (Stage::PostCopy, false);
         progress.sent = self.sent();
@@ -330,6 +364,32 @@ impl Serving {
 impl Drop for Serving {
     fn drop(&mut self) {
         self.end();
+    }
+}
+
+/// Of a migration of which nothing was seen: another godwit has begun it.
+fn nothing_seen() -> Progress {
+    Progress {
+        elapsed: Duration::ZERO,
+        stage: Stage::PostCopy,
+        round: 0,
+        round_ended: false,
+        sent: ByteCount::ZERO,
+        remaining: ByteCount::ZERO,
+        dirty_rate: None,
+        bandwidth: None,
+        expected_downtime: None,
+        remaining_time: None,
+        throttle: 0.0,
+        dirty_rate_limit: None,
+        guest_speed: None,
+        delayed_segments: 0,
+        disks: Vec::new(),
+        memory_share: 1024,
+        disk_limit: None,
+        severed: None,
+        advice: None,
+        warning: None,
     }
 }
 

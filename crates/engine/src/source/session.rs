@@ -264,6 +264,13 @@ impl Session {
         Ok(())
     }
 
+    /// COMMIT was or may have been sent by another godwit; who has enough of asking need not wait.
+    pub(super) fn takes_over(&mut self) {
+        self.committed = true;
+        self.interrupt.silence();
+        (self.never_gives_up, self.resolve_until) = (true, Some(Instant::now()));
+    }
+
     /// By what the destination knows the session's source, and the certificate that it showed.
     pub(super) fn known_by(&self) -> ((SessionId, Secret, Version), Option<Vec<u8>>) {
         ((self.call.id, self.secret, self.call.version), self.call.shown.clone())

@@ -8,8 +8,7 @@ use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_policy::Settings;
 use godwit_protocol::source::Input;
 use godwit_wire::{
-    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Feature, Features, Message, Offer,
-    QUESTIONS_LIMIT,
+    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Feature, Message, Offer, QUESTIONS_LIMIT,
 };
 
 use super::common::Common;
@@ -51,7 +50,7 @@ impl Setup {
         let fingerprints = options.fingerprints.then(new_fingerprints).transpose()?;
         let (settings, own) = handle.begin(&options.to);
         let disks = Disks::new(vm.moving_disks().map_or_else(Vec::new, |vm| vm.disks()));
-        let common = Common { codecs: Codecs::NONE, features: Features::NONE };
+        let common = Common::default();
         Ok(Self {
             settings,
             own,
@@ -69,7 +68,7 @@ impl Setup {
     pub(super) fn offer(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
         source.allow_post_copy(None)?;
         self.common = self.present(source, Message::Offer)?;
-        source.meter.accepted(source.session.version(), &self.common);
+        source.agreed(self.common);
         source.allow_post_copy(Some(self.common.features))?;
         if !source.options.reconnect.is_zero() {
             // A destination that is started anew tells what it holds by fingerprints of this key.

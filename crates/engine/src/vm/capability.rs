@@ -1,6 +1,7 @@
 //! What a VM may be able to do beside being moved: one trait for each capability, so that a VMM
 //! without it has nothing to implement.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -329,6 +330,31 @@ pub trait PostCopyDestination {
     /// When that is not possible. The guest then stays at the source.
     fn await_pages(&mut self, missing: Vec<DirtyBitmap>)
     -> Result<Arc<dyn ArrivingPages>, VmError>;
+
+    /// What another process needs to go on with the pages that are still to come if this one is
+    /// killed, asked behind [`Self::await_pages`]: it opens the machine by that, and calls
+    /// [`follow`](crate::destination::follow). `None`: none can.
+    fn kept(&self) -> Option<Kept> {
+        None
+    }
+}
+
+/// By what another process goes on with a machine of which pages are missing.
+///
+/// ```
+/// use godwit_engine::vm::Kept;
+///
+/// fn kept(pid: u32) -> Kept {
+///     Kept { record: format!("/run/my-vmm/{pid}-incoming.json").into(), machine: pid.to_string() }
+/// }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Kept {
+    /// Where the engine writes down what it needs: a file that is this machine's alone, in a
+    /// directory that is this user's alone.
+    pub record: PathBuf,
+    /// What the machine is opened by.
+    pub machine: String,
 }
 
 /// Pages that are still to come while the machine runs. [`MissingPages`] is one for the private

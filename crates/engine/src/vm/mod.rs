@@ -12,7 +12,7 @@ use std::time::Duration;
 use godwit_units::ByteCount;
 
 pub use capability::{
-    ArrivingPages, Brake, DirectIo, DiskDestination, DiskVm, FreePages, PostCopyDestination,
+    ArrivingPages, Brake, DirectIo, DiskDestination, DiskVm, FreePages, Kept, PostCopyDestination,
 };
 pub use destination::DestinationVm;
 pub use source::SourceVm;

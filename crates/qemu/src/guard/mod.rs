@@ -34,6 +34,7 @@ use std::time::{Duration, Instant};
 pub use guardian::stand_guard;
 pub(crate) use late::{clear, cure};
 pub(crate) use record::{Left, Stage};
+pub(crate) use recover::stage_of;
 pub use recover::{Known, Recovery, known_of};
 
 use godwit_libvirt::Domain;
@@ -87,15 +88,21 @@ pub(crate) fn connect_briefly(path: &Path) -> Result<Machine, QemuError> {
     alone(Machine::behind(Box::new(BriefMonitor::open(path)?))?)
 }
 
-/// The machine, once no other godwit is at work on it, whose guardian is waited for.
-fn alone(machine: Machine) -> Result<Machine, QemuError> {
+/// Waits for the guardian of a godwit that was killed, if it is at work on the QEMU `pid`.
+pub(crate) fn await_guardian(pid: i32) -> Result<(), QemuError> {
     let until = Instant::now() + GUARDIAN_LIMIT;
-    while let Some(pid) = at_work(machine.pid) {
+    while let Some(pid) = at_work(pid) {
         if Instant::now() >= until {
             return Err(QemuError::OtherGuardian { pid });
         }
         std::thread::sleep(Duration::from_millis(50));
     }
+    Ok(())
+}
+
+/// The machine, once no other godwit is at work on it, whose guardian is waited for.
+fn alone(machine: Machine) -> Result<Machine, QemuError> {
+    await_guardian(machine.pid)?;
     match in_work(machine.pid) {
         Some(pid) => Err(QemuError::DomainBusy { pid }),
         None => Ok(machine),

@@ -14,7 +14,7 @@ use crate::limits::Limits;
 use crate::machine::Machine;
 use crate::proxmox::ProxmoxVm;
 use crate::source::announce;
-use crate::{QemuError, destination, libvirt, way_back};
+use crate::{QemuError, destination, left, libvirt, way_back};
 
 /// Who has the guest, as far as this side can know.
 ///
@@ -36,6 +36,10 @@ pub enum Known {
     InDoubt,
     /// It was handed over to this side, which was not told to run it: it is this side's.
     HandedOver,
+    /// The same, and perhaps without all of its pages, which are here.
+    Follows,
+    /// It runs here without all of its pages, which are at the source.
+    Lacks,
     /// It is stopped here, and no godwit has left word of it.
     Silent,
 }
@@ -59,7 +63,8 @@ impl Known {
     /// Whether an operator has to do something.
     #[must_use]
     pub fn is_unsettled(self) -> bool {
-        matches!(self, Self::Stopped | Self::InDoubt | Self::HandedOver)
+        let missing = matches!(self, Self::Follows | Self::Lacks);
+        missing || matches!(self, Self::Stopped | Self::InDoubt | Self::HandedOver)
     }
 
     /// A word for programs.
@@ -75,6 +80,8 @@ impl Known {
             Self::Stopped => "stopped",
             Self::InDoubt => "in-doubt",
             Self::HandedOver => "handed-over",
+            Self::Follows => "follows",
+            Self::Lacks => "lacks-pages",
             Self::Silent => "silent",
         }
     }
@@ -99,6 +106,11 @@ impl Known {
             Self::HandedOver => {
                 "the guest was handed over to this side and was not run yet: it is this side's"
             }
+            Self::Follows => {
+                "the guest left before all of its memory, which is here: it needs this side to run \
+                 there"
+            }
+            Self::Lacks => "the guest runs here, and memory of it is still at the source",
             Self::Silent => "the guest is stopped here, and no godwit has left word of it",
         }
     }
@@ -106,8 +118,8 @@ impl Known {
     fn lets_run(self, force: bool) -> bool {
         match self {
             Self::Stopped | Self::InDoubt | Self::HandedOver => true,
-            Self::Silent => force,
-            Self::Runs | Self::NeverCame => false,
+            Self::Silent | Self::Follows => force,
+            Self::Runs | Self::Lacks | Self::NeverCame => false,
         }
     }
 
@@ -124,7 +136,20 @@ impl Known {
 /// ```
 #[must_use]
 pub fn known_of(pid: i32, state: &str) -> Known {
-    Known::judge(state, stage(&orphans(pid)))
+    known(pid, state, stage_of(pid))
+}
+
+fn known(pid: i32, state: &str, stage: Option<Stage>) -> Known {
+    match Known::judge(state, stage) {
+        Known::InDoubt if left::at_source(pid).is_some() => Known::Follows,
+        Known::Runs if left::lacks_pages(pid) => Known::Lacks,
+        known => known,
+    }
+}
+
+/// How far the godwits had come that are gone, of the QEMU `pid`.
+pub(crate) fn stage_of(pid: i32) -> Option<Stage> {
+    stage(&orphans(pid))
 }
 
 /// The stage that says most of several godwits'.
@@ -171,7 +196,7 @@ impl Recovery {
     fn of(mut machine: Machine) -> Result<Self, QemuError> {
         let records = orphans(machine.pid);
         let state = machine.run_state()?;
-        let known = Known::judge(&state, stage(&records));
+        let known = known(machine.pid, &state, stage(&records));
         Ok(Self { machine, records, known, state })
     }
 
@@ -201,14 +226,14 @@ impl Recovery {
     /// knows of no guest that could run here refuses always.
     pub fn run_here(mut self, force: bool) -> Result<(), QemuError> {
         match self.known {
-            Known::Runs => {}
+            Known::Runs | Known::Lacks => {}
             known if !known.lets_run(force) => {
                 let (what, for_force) = ("run it here", known.lets_run(true));
                 return Err(QemuError::Settled { known: known.words(), what, for_force });
             }
             known => {
                 let was_running = match known {
-                    Known::Stopped | Known::InDoubt => {
+                    Known::Stopped | Known::InDoubt | Known::Follows => {
                         self.records.iter().all(|record| record.left().was_running)
                     }
                     _ => true,
@@ -268,6 +293,9 @@ mod tests {
         // Half a guest is not run by force either.
         assert!(!Known::NeverCame.lets_run(true));
         assert!(Known::Silent.lets_run(true) && !Known::Silent.lets_run(false));
+        // Its pages are nowhere else.
+        assert!(!Known::Follows.lets_run(false) && !Known::Follows.lets_end(false));
+        assert!(!Known::Lacks.lets_run(true) && !Known::Lacks.lets_end(false));
         let lost = [Known::Runs, Known::Stopped, Known::HandedOver, Known::Silent];
         assert!(lost.iter().all(|known| !known.lets_end(false) && known.lets_end(true)));
         assert!(Known::InDoubt.lets_run(false) && Known::InDoubt.lets_end(false));

@@ -47,10 +47,11 @@ use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Drive, Found, Granularity, ListedDisk, Tracking};
 use crate::fate::Fate;
 use crate::guard::{self, Guard, Left, Stage};
+use crate::left;
 use crate::libvirt::{QUESTION, SourceDomain};
 use crate::limits::Limits;
 use crate::machine::{Machine, Reporting, is_over};
-use crate::mark::record_in;
+use crate::mark::{LEFT, record_in};
 use crate::monitor::commands::{AnnounceSelf, CloseFd, MigrateContinue, QueryMigrate, Quit};
 use crate::monitor::{Event, Monitor, QmpError, Seen};
 use crate::proxmox::ProxmoxVm;
@@ -144,6 +145,9 @@ pub struct QemuSource {
     told: fn(&str),
     /// What is known of the QEMU that is to have the same memory, where there is to be one.
     in_place: Option<Arc<InPlace>>,
+    /// What a godwit has left that was killed when the guest ran at the destination, or may have,
+    /// without all of its memory.
+    left: Option<PathBuf>,
 }
 
 impl QemuSource {
@@ -185,6 +189,20 @@ impl QemuSource {
     }
 
     fn look(mut machine: Machine) -> Result<Self, QemuError> {
+        let left = left::at_source(machine.pid);
+        let left = match left.map(|left| (machine.run_state(), left)) {
+            // The guest was brought back.
+            Some((Ok(state), left)) if state == "running" => {
+                let _ = std::fs::remove_file(left);
+                None
+            }
+            Some((state, left)) => state.map(|_| Some(left))?,
+            None => None,
+        };
+        let examined = match &left {
+            None => examine(&mut machine)?,
+            Some(_) => examine_left(&mut machine)?,
+        };
         let Examined {
             ram,
             state_by,
@@ -196,9 +214,11 @@ impl QemuSource {
             direct_io,
             parts,
             vcpus,
-        } = examine(&mut machine)?;
-        disks::clear(&mut machine)?;
-        guard::clear(&mut machine)?;
+        } = examined;
+        if left.is_none() {
+            disks::clear(&mut machine)?;
+            guard::clear(&mut machine)?;
+        }
         Ok(Self {
             looked,
             processes_looked,
@@ -235,9 +255,11 @@ impl QemuSource {
             domain: None,
             proxmox: None,
             locked: false,
-            stopping: false,
+            // Should the destination say that it has discarded the guest, it is run here.
+            stopping: left.is_some(),
             held_since: None,
-            released: false,
+            released: left.is_some(),
+            left,
         })
     }
 
@@ -284,6 +306,40 @@ impl QemuSource {
     #[must_use]
     pub fn in_place(&self) -> Option<Arc<InPlace>> {
         self.in_place.clone()
+    }
+
+    /// What a godwit has left that was killed when the guest ran at the destination, or may have,
+    /// without all of its memory: nothing can be done with this VM but to go on by that
+    /// ([`godwit_engine::source::follow`]).
+    #[must_use]
+    pub fn left(&self) -> Option<&Path> {
+        self.left.as_deref()
+    }
+
+    /// Refuses such a VM, for whoever cannot go on.
+    ///
+    /// # Errors
+    /// The reason, with the cure.
+    pub fn whole(self) -> Result<Self, QemuError> {
+        let cure = "its guest has left without all of its memory, or was about to: godwit recover \
+                    --vm VM tells what to do";
+        match self.left {
+            Some(_) => Err(QemuError::SourceState { state: "paused".to_owned(), cure }),
+            None => Ok(self),
+        }
+    }
+
+    /// Where to write down what another godwit needs to go on so.
+    ///
+    /// # Errors
+    /// When the run directory is not this user's alone.
+    pub fn follow_record(&self) -> Result<PathBuf, QemuError> {
+        left::record(self.machine.pid, LEFT)
+    }
+
+    /// What others have left of this VM is undone, since it is known now who has the guest.
+    fn clear_left(&mut self) -> Result<(), QemuError> {
+        self.left.take().map_or(Ok(()), |_| guard::clear(&mut self.machine))
     }
 
     /// Waits for the end of a QEMU whose guest has left, and says whether it came.
@@ -482,6 +538,7 @@ impl QemuSource {
         tracking?;
         limits?;
         unlocked?;
+        self.clear_left()?;
         // Handed over for a migration that was never begun; else QEMU has no such name.
         let _ = self.machine.qmp.run(&CloseFd { fdname: FD_NAME });
         Ok(())
@@ -688,6 +745,25 @@ pub(crate) fn examine(machine: &mut Machine) -> Result<Examined, QemuError> {
     })
 }
 
+/// Looks at a QEMU whose guest has left without all of its memory, or is about to, and where the
+/// godwit was killed that saw to it: only its memory counts.
+fn examine_left(machine: &mut Machine) -> Result<Examined, QemuError> {
+    let fronts = machine.check_source()?;
+    let Ram { blocks, state_by, device_ram } = Ram::of_source(machine, !fronts.is_empty())?;
+    Ok(Examined {
+        ram: Arc::new(blocks),
+        state_by,
+        device_ram,
+        back_ends: None,
+        was_running: true,
+        looked: Duration::ZERO,
+        processes_looked: Duration::ZERO,
+        direct_io: false,
+        parts: BTreeSet::new(),
+        vcpus: machine.vcpu_threads()?,
+    })
+}
+
 /// The state a MIGRATION event reports; empty for other events.
 pub(crate) fn migration_event(event: &Event) -> String {
     let status = event.data["status"].as_str().filter(|_| event.name == "MIGRATION");
@@ -889,7 +965,7 @@ impl SourceVm for QemuSource {
             self.restore_settings()?;
             // It stays stopped, as the operator wanted, and nothing is left to be done.
             self.note_if_possible(|left| left.stage = Stage::Copying);
-            return Ok(());
+            return Ok(self.clear_left()?);
         }
         match self.machine.qmp.run(&Quit) {
             Ok(_) | Err(QmpError::Closed { .. }) => {

@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open, setsid};
 
 use super::refused;
+use crate::clients::is_listened_on;
 use crate::mark::{Mark, leftovers};
 use crate::monitor::commands::{QueryStatus, Quit};
 use crate::monitor::{Monitor, Qmp, STEP};
@@ -259,21 +260,6 @@ pub(super) fn start(
     )))
 }
 
-/// Whether somebody takes connections at the unix socket `path`, as the kernel lists them (proc(5),
-/// /proc/net/unix). Nobody connects for it: QEMU throws away what is asked over a connection while
-/// it clears up behind the one before (`monitor_qmp_cleanup_queue_and_resume`), which was seen to
-/// cost the first command.
-fn is_listened_on(path: &Path) -> bool {
-    // The flag of a socket that listens, `__SO_ACCEPTCON`.
-    const ACCEPTS: &str = "00010000";
-    let sockets = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
-    let name = path.to_string_lossy();
-    sockets.lines().any(|line| {
-        let mut words = line.split_whitespace();
-        words.nth(3) == Some(ACCEPTS) && line.ends_with(&format!(" {name}"))
-    })
-}
-
 /// The end of what QEMU has complained of, in a line.
 pub(super) fn last_words(log: &Path) -> String {
     let bytes = std::fs::read(log).unwrap_or_default();
@@ -287,19 +273,6 @@ pub(super) fn last_words(log: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn who_listens_is_found_without_a_connection() {
-        let path = std::env::temp_dir().join(format!("godwit-listens-{}", std::process::id()));
-        assert!(!is_listened_on(&path));
-        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        assert!(is_listened_on(&path));
-        listener.set_nonblocking(true).unwrap();
-        assert!(listener.accept().is_err(), "somebody has connected");
-        drop(listener);
-        assert!(!is_listened_on(&path));
-        std::fs::remove_file(path).unwrap();
-    }
 
     #[test]
     fn logs_are_kept_for_a_week_and_as_long_as_there_is_a_monitor() {

@@ -191,7 +191,7 @@ pub(crate) fn attach_filling(
 /// When there is no such userfaultfd, or the process may not be traced.
 pub(crate) fn take_again(pid: i32, number: RawFd) -> Result<Attachment, TrackError> {
     let failed = |step| move |source: io::Error| TrackError::Attach { pid, step, source };
-    if !is_userfaultfd(pid, number) {
+    if !has_userfaultfd(pid, number) {
         return Err(failed("finding its userfaultfd")(io::ErrorKind::NotFound.into()));
     }
     let raw_pid = Pid::from_raw(pid)
@@ -210,7 +210,7 @@ pub(crate) fn take_again(pid: i32, number: RawFd) -> Result<Attachment, TrackErr
 /// with it any more.
 pub(crate) fn close_in(pid: i32, number: RawFd, approach: Approach) -> Result<(), TrackError> {
     let failed = |step| move |source: io::Error| thread::error(pid, step, source);
-    if !is_userfaultfd(pid, number) {
+    if !has_userfaultfd(pid, number) {
         return Err(failed("finding its userfaultfd")(io::ErrorKind::NotFound.into()));
     }
     on_own_thread(pid, |process, memory, _| {
@@ -221,7 +221,14 @@ pub(crate) fn close_in(pid: i32, number: RawFd, approach: Approach) -> Result<()
     })
 }
 
-fn is_userfaultfd(pid: i32, number: RawFd) -> bool {
+/// Whether process `pid` has a userfaultfd as its descriptor `number`.
+///
+/// ```
+/// let own = std::process::id().cast_signed();
+/// assert!(!godwit_track::has_userfaultfd(own, 0));
+/// ```
+#[must_use]
+pub fn has_userfaultfd(pid: i32, number: RawFd) -> bool {
     let target = std::fs::read_link(format!("/proc/{pid}/fd/{number}"));
     target.is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]")
 }

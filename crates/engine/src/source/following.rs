@@ -1,0 +1,90 @@
+//! Post-copy at a source whose godwit was killed: another one sends what is missing.
+//!
+//! Invariant: whether the guest runs at the destination is asked first. Where it was discarded there
+//! it is the source's again, and is run.
+
+use super::record::Record;
+use super::serving::Serving;
+use super::{Options, Source, Stage};
+use crate::handle::MigrationHandle;
+use crate::record::Place;
+use crate::report::{Measures, Progress};
+use crate::vm::SourceVm;
+use crate::{EngineError, Failure, Phase, Survivor};
+use godwit_protocol::source::Input;
+
+/// Goes on for a godwit that was killed when the guest of `vm` ran at the destination, or was about
+/// to, without all of its pages: sends what is missing there. What that one has left is at
+/// `options.follow_record`. The guest of `vm` is stopped, and was running before
+/// ([`SourceVm::was_running`]); nothing is asked of it but its memory and, at the end,
+/// [`SourceVm::retire`], or [`SourceVm::resume`] where the destination says that it has discarded
+/// the guest. Where nobody answers, it tries without end; who cancels it then leaves all as it was.
+///
+/// # Errors
+/// Says what failed, and where the guest is. Where nobody knows that, what was left stays for
+/// another attempt.
+///
+/// ```
+/// use std::path::PathBuf;
+/// use godwit_engine::handle::MigrationHandle;
+/// use godwit_engine::source::{Options, follow};
+/// use godwit_engine::vm::SourceVm;
+/// use godwit_engine::Failure;
+///
+/// fn go_on(vm: &mut dyn SourceVm, options: Options, left: PathBuf) -> Result<(), Failure> {
+///     let options = Options { follow_record: Some(left), ..options };
+///     let handle = MigrationHandle::default();
+///     let measures = follow(vm, &options, &handle, &mut |progress| println!("{progress:?}"))?;
+///     println!("all of it is there: {:?}", measures.post_copy);
+///     Ok(())
+/// }
+/// ```
+pub fn follow(
+    vm: &mut dyn SourceVm,
+    options: &Options,
+    handle: &MigrationHandle,
+    progress: &mut dyn FnMut(&Progress),
+) -> Result<Measures, Failure> {
+    let unheard = |cause| Failure { phase: Phase::Handover, survivor: Survivor::Unknown, cause };
+    let new = Source::new(vm, options, handle, progress);
+    let (mut source, setup) = new.map_err(|error| unheard(EngineError::Random(error)))?;
+    match source.take_up_left() {
+        Ok(()) => {
+            let serving = Serving::for_another(&source, &setup.own);
+            source.run(Stage::Serving(Box::new(serving)), Input::Follow)
+        }
+        Err(cause) => {
+            source.followed.iter_mut().for_each(Place::abandon);
+            Err(unheard(cause))
+        }
+    }
+}
+
+impl Source<'_> {
+    /// Before the guest can run at the destination without all of its pages: writes down what
+    /// another godwit needs to send them.
+    pub(super) fn write_follow_record(&mut self) -> Result<(), EngineError> {
+        let Some(path) = &self.options.follow_record else { return Ok(()) };
+        let (told, shown) = self.session.known_by();
+        let running = self.vm.was_running();
+        let record = Record::new(told, shown, &self.common, running, (&self.ram, &[]));
+        let mut place = Place::new(path);
+        place.write(&record.behind(self.restarts))?;
+        self.followed = Some(place);
+        Ok(())
+    }
+
+    /// Goes on with the session that was left.
+    fn take_up_left(&mut self) -> Result<(), EngineError> {
+        let path = self.options.follow_record.as_ref().ok_or(EngineError::Panicked("main"))?;
+        let place = self.followed.insert(Place::new(path));
+        let found = Record::find(place, self.vm.was_running(), (&self.ram, &[]))?;
+        let record = found.ok_or_else(|| place.refused("it is not there"))?;
+        place.write(&record)?;
+        self.session.restore(&record)?;
+        self.session.takes_over();
+        self.agreed(record.common());
+        (self.leaves, self.restarts) = (true, record.restarts());
+        Ok(())
+    }
+}

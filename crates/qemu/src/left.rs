@@ -1,0 +1,274 @@
+//! What a godwit that was killed has left of a post-copy: a guest that runs at the destination
+//! while pages of it are at the source. At either side another godwit goes on.
+//!
+//! A record in the run directory tells of it, under the name of the QEMU. A destination's monitor
+//! may not answer meanwhile: whoever emulates a device may wait for a page. So nothing is asked of
+//! it: where its memory is, and which userfaultfd is godwit's, was written down.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use godwit_bitmap::DirtyBitmap;
+use godwit_engine::vm::{ArrivingPages, DestinationVm, PostCopyDestination, RunError, VmError};
+use godwit_memory::{Place, RamBlock};
+use godwit_track::{Approach, MissingMeasures, MissingPages, has_userfaultfd};
+use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
+use serde_json::{Value, json};
+
+use crate::guard::{Stage, await_guardian, stage_of};
+use crate::mark::{LACKS, LEFT, record_in, records, start_time};
+use crate::process::Process;
+use crate::{QemuError, clients, ram, run_directory, userfaultfd};
+
+/// The file in which it is written down for a QEMU: [`LEFT`] at the source, or [`LACKS`].
+pub(crate) fn record(pid: i32, side: &str) -> Result<PathBuf, QemuError> {
+    let directory = run_directory::path();
+    let user = rustix::process::getuid().as_raw();
+    run_directory::make(&directory, user).map_err(|why| QemuError::Record {
+        path: directory.clone(),
+        source: std::io::Error::other(why),
+    })?;
+    Ok(record_in(&directory, pid, side))
+}
+
+/// The record of the QEMU `pid`, where a godwit has left one.
+fn found(pid: i32, side: &str) -> Option<PathBuf> {
+    let all = records(&run_directory::path(), side);
+    all.into_iter().find(|(_, of)| *of == pid).map(|(path, _)| path)
+}
+
+/// The record by which another godwit sends what is missing of the guest of the QEMU `pid`.
+pub(crate) fn at_source(pid: i32) -> Option<PathBuf> {
+    found(pid, LEFT)
+}
+
+/// Whether pages of the guest of the QEMU `pid` are missing.
+pub(crate) fn lacks_pages(pid: i32) -> bool {
+    found(pid, LACKS).is_some()
+}
+
+/// What [`LeftDestination::open`] reads: where process `pid` has `ram`, which is its own, and
+/// the number of its userfaultfd.
+pub(crate) fn words(pid: i32, number: i32, ram: &[RamBlock]) -> String {
+    let block = |block: &RamBlock| {
+        let address = match block.place() {
+            Ok(Place::Process { address, .. }) => Some(address),
+            _ => None,
+        };
+        json!({ "name": block.name(), "bytes": block.pages().bytes().0, "address": address })
+    };
+    let blocks: Vec<Value> = ram.iter().map(block).collect();
+    let started = start_time(pid.unsigned_abs());
+    json!({ "pid": pid, "started": started, "userfaultfd": number, "blocks": blocks }).to_string()
+}
+
+/// A QEMU in which the guest runs, and pages of it are missing.
+#[derive(Debug)]
+pub struct LeftDestination {
+    pid: i32,
+    process: Process,
+    number: i32,
+    ram: Arc<Vec<RamBlock>>,
+}
+
+impl LeftDestination {
+    /// The record of the QEMU whose monitor listens at `path`, if a godwit that was killed has left
+    /// one. The guardian of that one is waited for. Nothing is asked of QEMU.
+    ///
+    /// # Errors
+    /// When the guest does not run there.
+    ///
+    /// ```
+    /// use godwit_qemu::LeftDestination;
+    ///
+    /// assert!(LeftDestination::record_of("/nonexistent/qmp".as_ref())?.is_none());
+    /// # Ok::<(), godwit_qemu::QemuError>(())
+    /// ```
+    pub fn record_of(path: &Path) -> Result<Option<PathBuf>, QemuError> {
+        let all = records(&run_directory::path(), LACKS);
+        let Some((record, pid)) = all.into_iter().find(|(_, pid)| clients::listens_at(*pid, path))
+        else {
+            return Ok(None);
+        };
+        await_guardian(pid)?;
+        match stage_of(pid) {
+            // One that has ended meanwhile had no guest.
+            _ if !record.exists() || start_time(pid.unsigned_abs()).is_none() => Ok(None),
+            Some(Stage::Loading | Stage::Discarding) => Err(QemuError::NotFollowed {
+                why: "the guest has not come to run there: godwit recover --vm VM tells whose it is",
+            }),
+            Some(Stage::Starting) => Err(QemuError::NotFollowed {
+                why: "the guest was handed over and not run yet: godwit recover --vm VM --guest \
+                      here runs it, and then this command fetches what is missing",
+            }),
+            _ => Ok(Some(record)),
+        }
+    }
+
+    /// The QEMU that was written down in these words.
+    ///
+    /// # Errors
+    /// When it has ended, or its memory cannot be reached.
+    pub fn open(words: &str) -> Result<Self, QemuError> {
+        let unread = QemuError::NotFollowed { why: "what was written down of it makes no sense" };
+        let value: Value = serde_json::from_str(words).unwrap_or_default();
+        let number = |name: &str| value[name].as_i64().and_then(|it| i32::try_from(it).ok());
+        let block = |block: &Value| {
+            let name = block["name"].as_str()?.to_owned();
+            Some((name, ByteCount(block["bytes"].as_u64()?), block["address"].as_u64()?))
+        };
+        let blocks = value["blocks"].as_array().map(|all| all.iter().map(block).collect());
+        let (Some(pid), Some(descriptor), Some(Some(blocks))) =
+            (number("pid"), number("userfaultfd"), blocks)
+        else {
+            return Err(unread);
+        };
+        let process = Process::open(pid)
+            .map_err(|source| QemuError::System { step: "pidfd_open", source })?;
+        if start_time(pid.unsigned_abs()) != value["started"].as_u64() {
+            return Err(QemuError::NotFollowed { why: "that QEMU has ended" });
+        }
+        let ram = Arc::new(ram::blocks_at(pid, blocks)?);
+        Ok(Self { pid, process, number: descriptor, ram })
+    }
+
+    /// The QEMU process.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+}
+
+/// What is asked of a machine whose guest is still to come, which this is not.
+fn runs_already() -> VmError {
+    QemuError::NotFollowed { why: "the guest runs here already" }.into()
+}
+
+impl DestinationVm for LeftDestination {
+    fn machine(&self) -> &'static str {
+        "qemu"
+    }
+
+    fn ram(&self) -> Arc<Vec<RamBlock>> {
+        Arc::clone(&self.ram)
+    }
+
+    fn pid(&self) -> u32 {
+        self.pid.unsigned_abs()
+    }
+
+    fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
+        Err(runs_already())
+    }
+
+    fn finish_load(&mut self) -> Result<(), VmError> {
+        Err(runs_already())
+    }
+
+    fn run(&mut self) -> Result<(), RunError> {
+        Err(RunError::NeverRan(runs_already()))
+    }
+
+    fn announce(&mut self) -> Result<(), VmError> {
+        // Whoever ran it has done so.
+        Ok(())
+    }
+
+    fn discard(&mut self) -> Result<(), VmError> {
+        Err(runs_already())
+    }
+
+    fn has_ended(&self) -> bool {
+        self.process.has_ended()
+    }
+
+    fn post_copy(&mut self) -> Option<&mut dyn PostCopyDestination> {
+        Some(self)
+    }
+}
+
+impl PostCopyDestination for LeftDestination {
+    fn cannot_await(&mut self) -> Option<String> {
+        None
+    }
+
+    fn await_pages(
+        &mut self,
+        missing: Vec<DirtyBitmap>,
+    ) -> Result<Arc<dyn ArrivingPages>, VmError> {
+        if !has_userfaultfd(self.pid, self.number) {
+            // It is closed when the last page has come, and not before.
+            return Ok(Arc::new(Whole));
+        }
+        let harmless_filters = userfaultfd::own_filters(self.pid);
+        let approach = Approach { harmless_filters, ..Approach::default() };
+        let pages = MissingPages::take_again(approach, self.pid, self.number, &self.ram, missing)?;
+        Ok(Arc::new(pages))
+    }
+}
+
+/// A machine of which nothing is missing.
+struct Whole;
+
+impl ArrivingPages for Whole {
+    fn await_faults(
+        &self,
+        time: Duration,
+        _: &mut dyn FnMut(usize, PageIndex),
+    ) -> Result<(), VmError> {
+        std::thread::sleep(time);
+        Ok(())
+    }
+
+    fn place(&self, _: usize, _: PageIndex, _: &[u8]) -> Result<PageCount, VmError> {
+        Ok(PageCount::ZERO)
+    }
+
+    fn place_zeros(&self, _: usize, _: PageRun) -> Result<PageCount, VmError> {
+        Ok(PageCount::ZERO)
+    }
+
+    fn left(&self) -> PageCount {
+        PageCount::ZERO
+    }
+
+    fn next_run(&self, _: usize, _: PageIndex) -> Option<PageRun> {
+        None
+    }
+
+    fn measures(&self) -> MissingMeasures {
+        MissingMeasures::default()
+    }
+
+    fn finish(&self) -> Result<(), VmError> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_written_down_of_a_machine_opens_it() {
+        let memory = vec![7_u8; 3 << 12];
+        let address = (memory.as_ptr() as u64).next_multiple_of(4096);
+        let own = std::process::id().cast_signed();
+        let ram = ram::blocks_at(own, vec![("pc.ram".to_owned(), ByteCount(8192), address)]);
+        let words = words(own, 5, &ram.unwrap());
+        let left = LeftDestination::open(&words).unwrap();
+        assert_eq!((left.pid, left.number, left.ram[0].name()), (own, 5, "pc.ram"));
+        let mut bytes = [0; 4096];
+        left.ram[0].read(PageIndex(1), &mut bytes).unwrap();
+        assert_eq!(bytes, [7; 4096]);
+        // Mutation: a later process of the same number is taken for it.
+        let started = start_time(own.unsigned_abs()).unwrap();
+        let other = words.replace(&started.to_string(), "1");
+        assert!(LeftDestination::open(&other).unwrap_err().to_string().contains("has ended"));
+        for wrong in ["", "{}", "[1]", &words.replace("8192", "\"x\"")] {
+            assert!(LeftDestination::open(wrong).is_err(), "{wrong}");
+        }
+    }
+}
