@@ -89,9 +89,12 @@ fn next(vm: &VmName, known: Known) -> String {
             settle("here")
         ),
         Known::Follows => format!(
-            "send what is missing: type the godwit migrate of this VM once more, with the same \
-             --to and security; do not end this VM\n\
-             if the destination's VM has ended, the guest is lost: end this one by {} --force",
+            "ask at the destination: godwit recover --vm VM\n  \
+             the guest runs there, send what is missing: the godwit migrate of this VM once \
+             more, with the same --to and security; do not end this VM\n  \
+             it never came, and that VM has ended: {}\n  \
+             it ran there, and that VM has ended, so the guest is lost: {} --force",
+            settle("here"),
             settle("there")
         ),
         Known::Lacks => {

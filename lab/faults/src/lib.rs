@@ -9,6 +9,7 @@
 //!   report   rows, targets, and the table of docs/reliability.md
 //!   defects  what a migration gets wrong on purpose, and whether that is found
 //!   tally    rows, targets and the table of these
+//!   followed faults while the memory of a guest follows it
 //! ```
 //!
 //! A cell is a real migration between real VMs by the `godwit` command. Behind the fault exactly
@@ -20,6 +21,7 @@
 
 pub mod cell;
 pub mod defects;
+pub mod followed;
 pub mod phase;
 pub mod point;
 pub mod report;

@@ -1,0 +1,135 @@
+//! `make faults-postcopy`: kills and cuts at random moments while the memory of guests follows them.
+//!
+//! Keeps one promise: it ends red when a guest did not go on, or found damage.
+
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use anyhow::Context;
+use clap::Parser;
+use fastrand::Rng;
+use godwit_bench::report::{Better, Report, machine};
+use godwit_faults::followed::{Counts, draw, run};
+use godwit_stamp::settings::Mode;
+use godwit_testbed::{
+    Backend, GuestConfig, VmConfig, builds_for, end_children_on_interrupt, kvm_builds_for,
+};
+
+/// Kills godwits and cuts links while the memory of guests follows them.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Kills of a godwit while pages are missing
+    #[arg(long, default_value_t = 100)]
+    kills: u32,
+    /// Cuts of the link, of one to thirty seconds, while pages are missing
+    #[arg(long, default_value_t = 100)]
+    cuts: u32,
+    /// Guests at once
+    #[arg(long, default_value_t = 4)]
+    at_once: u64,
+    /// Repeats what another run drew
+    #[arg(long)]
+    seed: Option<u64>,
+}
+
+/// Faults of one move, at the most.
+const FAULTS: usize = 4;
+
+struct State {
+    counts: Counts,
+    problems: Vec<String>,
+}
+
+impl State {
+    fn kills(&self) -> u32 {
+        self.counts.kills.iter().sum()
+    }
+}
+
+/// Guests of every kind that has post-copy.
+fn configs() -> Vec<VmConfig> {
+    let guest = |mode| GuestConfig::small(mode);
+    let tcg = builds_for("followed")
+        .into_iter()
+        .flat_map(|build| [Mode::Rate, Mode::Full].map(|mode| VmConfig::new(&build, guest(mode))));
+    let kvm = kvm_builds_for("followed").into_iter();
+    let kvm = kvm.map(|build| VmConfig::new(&build, guest(Mode::Full)).on_kvm());
+    tcg.chain(kvm).map(|config| config.with_backend(Backend::Anonymous)).collect()
+}
+
+fn moves(
+    arguments: &Arguments,
+    configs: &[VmConfig],
+    (state, next): (&Mutex<State>, &AtomicU64),
+    (seed, interrupted): (u64, &AtomicBool),
+) {
+    loop {
+        let number = next.fetch_add(1, Ordering::Relaxed);
+        let (kills, cuts, failed) = {
+            let state = state.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            (state.kills(), state.counts.cuts, !state.problems.is_empty())
+        };
+        let wants = [kills < arguments.kills, cuts < arguments.cuts];
+        if interrupted.load(Ordering::Relaxed) || wants == [false; 2] || failed {
+            return;
+        }
+        let mut rng = Rng::with_seed(seed.wrapping_mul(1000).wrapping_add(number));
+        let faults: Vec<_> = (0..rng.usize(1..=FAULTS))
+            .map(|_| {
+                let cuts = wants[1] && (!wants[0] || rng.bool());
+                draw(cuts, &mut rng)
+            })
+            .collect();
+        let config = &configs[number as usize % configs.len()];
+        let outcome = run(config, &faults, &mut rng);
+        if interrupted.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut state = state.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        match outcome {
+            Ok(counts) => state.counts.add(counts),
+            Err(problem) => {
+                let told = format!("move {number} of seed {seed}, {faults:?}: {problem:#}");
+                println!("RED {told}");
+                state.problems.push(told);
+            }
+        }
+        let Counts { moves, stayed, cuts, kills: [source, destination], others } = state.counts;
+        println!(
+            "{moves} moved, {stayed} stayed; struck: migrate killed {source}, receive killed \
+             {destination}, link cut {cuts}; before or behind {others}"
+        );
+    }
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let arguments = Arguments::parse();
+    let interrupted = end_children_on_interrupt().context("no signals")?;
+    let seed = arguments.seed.unwrap_or_else(|| Rng::new().u64(..1 << 20));
+    let configs = configs();
+    anyhow::ensure!(!configs.is_empty(), "there is no QEMU: run `make qemu`");
+    println!("{}; seed {seed}", machine());
+    let state = Mutex::new(State { counts: Counts::default(), problems: Vec::new() });
+    let next = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..arguments.at_once.max(1) {
+            scope.spawn(|| moves(&arguments, &configs, (&state, &next), (seed, &interrupted)));
+        }
+    });
+    let state = state.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    if interrupted.load(Ordering::Relaxed) {
+        println!("ended by a signal; all VMs are ended");
+        return Ok(ExitCode::from(130));
+    }
+    let mut report = Report::new("followed");
+    report.figure("seed", seed);
+    report.figure("moved", state.counts.moves);
+    report.figure("stayed", state.counts.stayed);
+    report.figure("problems", state.problems.clone());
+    report.target("kills", f64::from(state.kills()), f64::from(arguments.kills), Better::Higher);
+    report.target("cuts", f64::from(state.counts.cuts), f64::from(arguments.cuts), Better::Higher);
+    report.target("guests that did not go on", state.problems.len() as f64, 0.0, Better::Lower);
+    report.finish()?;
+    Ok(if state.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}

@@ -1,0 +1,280 @@
+//! Faults while the memory of a guest follows it (post-copy): godwits that are killed, and links
+//! that are cut, at random moments; and the same commands once more.
+//!
+//! Keeps two promises: a fault counts as one of post-copy only where pages were missing when it
+//! struck; and behind each move exactly one side has the guest, which has found no damage, and
+//! nothing of godwit's is left.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use fastrand::Rng;
+use godwit_e2e::{LIMIT, Pair, await_quit, check_moved, check_untouched, guardian_of};
+use godwit_testbed::{Link, Movable, Running, TestVm, VmConfig};
+use rustix::process::Signal;
+use serde_json::Value;
+
+/// So slow that the memory of a small guest takes a few seconds.
+const SLOW: [&str; 7] =
+    ["--max-bandwidth", "60MiB/s", "--compression", "none", "--reconnect", "60s", "--postcopy"];
+/// From the beginning of a migration, or from the fault before, to the next one, at the most.
+const BETWEEN: Duration = Duration::from_millis(900);
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What befalls a migration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// `godwit migrate` is killed.
+    KillMigrate,
+    /// `godwit receive` is killed.
+    KillReceive,
+    /// Both are.
+    KillBoth,
+    /// The link is cut, for so long.
+    Cut(Duration),
+}
+
+/// Faults that struck while pages were missing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Counts {
+    /// Kills of `migrate`, and of `receive`.
+    pub kills: [u32; 2],
+    /// Cuts of the link.
+    pub cuts: u32,
+    /// Faults that struck before or behind.
+    pub others: u32,
+    /// Moves, and guests that stayed because a fault came before they had left.
+    pub moves: u32,
+    /// The same.
+    pub stayed: u32,
+}
+
+impl Counts {
+    /// Both together.
+    pub fn add(&mut self, other: Self) {
+        self.kills = [0, 1].map(|side| self.kills[side] + other.kills[side]);
+        self.cuts += other.cuts;
+        self.others += other.others;
+        self.moves += other.moves;
+        self.stayed += other.stayed;
+    }
+}
+
+/// A fault of one kind or the other: cuts of one to thirty seconds, as many short ones as long ones
+/// by their logarithm.
+pub fn draw(cuts: bool, rng: &mut Rng) -> Fault {
+    if cuts {
+        return Fault::Cut(Duration::from_secs_f64(30f64.powf(rng.f64())));
+    }
+    [Fault::KillMigrate, Fault::KillReceive, Fault::KillBoth][rng.usize(..3)]
+}
+
+/// A move in which faults strike.
+struct Move<'a> {
+    pair: &'a mut Pair,
+    address: String,
+    link: Link,
+    migrate: Option<Running>,
+    receive: Option<Running>,
+    counts: Counts,
+}
+
+/// Moves a guest of `config` while `faults` strike, one after the other.
+///
+/// # Errors
+/// What is not as it should be.
+pub fn run(config: &VmConfig, faults: &[Fault], rng: &mut Rng) -> anyhow::Result<Counts> {
+    let mut pair = Pair::start(config)?;
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let link = Link::to(&address)?;
+    let migrate = pair.godwit.migrate(&pair.source, link.address(), &options())?;
+    let mut one = Move {
+        pair: &mut pair,
+        address,
+        link,
+        migrate: Some(migrate),
+        receive: Some(receive),
+        counts: Counts::default(),
+    };
+    for fault in faults {
+        std::thread::sleep(BETWEEN.mul_f64(rng.f64()));
+        if one.is_over()? {
+            break;
+        }
+        one.strike(*fault)?;
+    }
+    let counts = one.settle()?;
+    Ok(counts)
+}
+
+fn options() -> Vec<&'static str> {
+    [&SLOW[..], &["now"]].concat()
+}
+
+impl Move<'_> {
+    /// Whether pages are missing: the record by which another godwit fetches them is there.
+    fn lacks(&self) -> bool {
+        let of = format!("qemu-{}-", self.pair.destination.pid());
+        let names = std::fs::read_dir("/run/godwit").into_iter().flatten().flatten();
+        let ours = |name: &str| name.starts_with(&of) && name.ends_with("-lacks.json");
+        names.filter_map(|it| it.file_name().into_string().ok()).any(|name| ours(&name))
+    }
+
+    fn is_over(&mut self) -> anyhow::Result<bool> {
+        Ok(!self.pair.source.is_alive() || self.migrate.as_ref().is_none_or(Running::has_ended))
+    }
+
+    fn strike(&mut self, fault: Fault) -> anyhow::Result<()> {
+        let lacks = self.lacks();
+        let kills = match fault {
+            Fault::KillMigrate => [true, false],
+            Fault::KillReceive => [false, true],
+            Fault::KillBoth => [true, true],
+            Fault::Cut(time) => {
+                self.link.cut();
+                std::thread::sleep(time);
+                self.link.mend();
+                let counted = if lacks { &mut self.counts.cuts } else { &mut self.counts.others };
+                *counted += 1;
+                [false, false]
+            }
+        };
+        for (side, killed) in kills.into_iter().enumerate() {
+            let godwit = if side == 0 { &mut self.migrate } else { &mut self.receive };
+            let Some(killed) = godwit.take_if(|_| killed) else { continue };
+            let alive = !killed.has_ended() && killed.signal(Signal::KILL).is_ok();
+            drop(killed.wait(LIMIT)?);
+            match alive {
+                true if lacks => self.counts.kills[side] += 1,
+                true => self.counts.others += 1,
+                false => {}
+            }
+        }
+        if kills != [false; 2] {
+            await_guardians(self.pair)?;
+            self.go_on()?;
+        }
+        Ok(())
+    }
+
+    /// Types the same commands again, where the guest has left.
+    fn go_on(&mut self) -> anyhow::Result<()> {
+        if self.receive.is_none() && self.lacks() && self.pair.destination.is_alive() {
+            let there = &self.pair.destination;
+            let (receive, _) = self.pair.godwit.receive_on(&self.address, there, &[])?;
+            self.receive = Some(receive);
+        }
+        if self.migrate.is_none() && self.known()? == "follows" && self.receive.is_some() {
+            let to = self.link.address();
+            let migrate = self.pair.godwit.migrate(&self.pair.source, to, &options())?;
+            self.migrate = Some(migrate);
+        }
+        Ok(())
+    }
+
+    /// What `godwit recover` knows of the source.
+    fn known(&mut self) -> anyhow::Result<String> {
+        if !self.pair.source.is_alive() {
+            return Ok("gone".to_owned());
+        }
+        let vm = self.pair.source.vm_name();
+        let output = self.pair.godwit.run(&["recover", "--vm", &vm, "--json"])?;
+        let value: Value = serde_json::from_slice(&output.stdout)
+            .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+        Ok(value["known"].as_str().unwrap_or_default().to_owned())
+    }
+
+    /// No more faults: it has to come to an end by itself, or by what docs/recovery.md says.
+    fn settle(mut self) -> anyhow::Result<Counts> {
+        let until = Instant::now() + LIMIT;
+        // A destination that never got to run the guest is gone with its guardian.
+        while !self.is_over()? && self.pair.destination.is_alive() {
+            self.go_on()?;
+            ensure!(Instant::now() < until, "it does not end: {}", self.words());
+            std::thread::sleep(LOOK);
+        }
+        if !self.pair.destination.is_alive() || self.known()? == "runs" {
+            return self.stayed();
+        }
+        let words = self.words();
+        let migrate = self.migrate.take().context("nobody moves it any more")?.wait(LIMIT)?;
+        let receive = self.receive.take().context("nobody fetches it any more")?.wait(LIMIT)?;
+        let told = || format!("{words}; {} {}", migrate.last(), receive.last());
+        ensure!(migrate.status.success() && receive.status.success(), "{}", told());
+        check_moved(self.pair, &migrate).with_context(told)?;
+        ensure!(!self.lacks(), "a record is left");
+        let left = format!("/proc/{}/fd", self.pair.destination.pid());
+        for descriptor in std::fs::read_dir(left)?.flatten() {
+            let Ok(target) = std::fs::read_link(descriptor.path()) else { continue };
+            ensure!(target.as_os_str() != "anon_inode:[userfaultfd]", "a userfaultfd is left");
+        }
+        await_quit(&mut self.pair.source)?;
+        self.counts.moves += 1;
+        Ok(self.counts)
+    }
+
+    /// The guest never ran at the destination.
+    fn stayed(mut self) -> anyhow::Result<Counts> {
+        if let Some(migrate) = self.migrate.take() {
+            // One that does not know it asks for ever.
+            let until = Instant::now() + Duration::from_secs(10);
+            while !migrate.has_ended() && Instant::now() < until {
+                std::thread::sleep(LOOK);
+            }
+            if !migrate.has_ended() {
+                migrate.signal(Signal::INT)?;
+            }
+            let ended = migrate.wait(LIMIT)?;
+            ensure!(!ended.status.success(), "{}", ended.last());
+        }
+        await_guardians(self.pair)?;
+        if self.known()? != "runs" {
+            let vm = self.pair.source.vm_name();
+            self.pair.godwit.done(&["recover", "--vm", &vm, "--guest", "here"])?;
+        }
+        if let Some(receive) = self.receive.take() {
+            let _ = receive.signal(Signal::INT);
+            drop(receive.wait(LIMIT)?);
+        }
+        check_untouched(&mut self.pair.source)?;
+        self.counts.stayed += 1;
+        Ok(self.counts)
+    }
+
+    fn words(&self) -> String {
+        let said = |godwit: &Option<Running>| {
+            let last = |it: &Running| it.lines().last().cloned().unwrap_or_default();
+            godwit
+                .as_ref()
+                .map_or("killed".to_owned(), |it| format!("{} {}", last(it), it.errors()))
+        };
+        format!("migrate: {}; receive: {}", said(&self.migrate), said(&self.receive))
+    }
+}
+
+/// Waits until the guardians of those that were killed have done what they can.
+fn await_guardians(pair: &mut Pair) -> anyhow::Result<()> {
+    let until = Instant::now() + LIMIT;
+    let at_work = |vm: &TestVm, godwit_lives: bool| -> anyhow::Result<bool> {
+        Ok(!godwit_lives && guardian_of(vm)?.is_some())
+    };
+    while at_work(&pair.source, godwit_lives(&pair.source)?)?
+        || at_work(&pair.destination, godwit_lives(&pair.destination)?)?
+    {
+        ensure!(Instant::now() < until, "a guardian stays");
+        std::thread::sleep(LOOK);
+    }
+    Ok(())
+}
+
+/// Whether the godwit lives whose guardian there is at `vm`.
+fn godwit_lives(vm: &TestVm) -> anyhow::Result<bool> {
+    let Some(guardian) = guardian_of(vm)? else { return Ok(false) };
+    let line = std::fs::read(format!("/proc/{}/cmdline", guardian.as_raw_nonzero()))?;
+    let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+    // The record and the process follow the word that makes it a guardian.
+    let at = words.iter().position(|word| *word == b"guard").context("no guardian")?;
+    let pid = String::from_utf8_lossy(words.get(at + 2).context("no process")?).into_owned();
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    Ok(!stat.is_empty() && !stat.contains(") Z "))
+}
