@@ -304,6 +304,17 @@ fn lines_are_a_hundred_columns_at_most() {
     }
 }
 
+/// What is under version control, without lines that an unfinished merge leaves.
+#[test]
+fn no_merge_is_left_unfinished() {
+    let marks = ["<", "=", ">"].map(|sign| format!("^{}( |$)", sign.repeat(7)));
+    let mut git = Command::new("git");
+    git.args(["grep", "-n", "-I", "-E", &marks.join("|")]).current_dir(root());
+    let found = git.output().unwrap();
+    // 1: nothing was found.
+    assert_eq!(found.status.code(), Some(1), "{}", String::from_utf8_lossy(&found.stdout));
+}
+
 /// The module that a file of a crate's `src` is: `a/b.rs` and `a/b/mod.rs` are `["a", "b"]`.
 fn module_of(relative: &Path) -> Vec<String> {
     let mut parts: Vec<String> =

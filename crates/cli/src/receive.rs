@@ -19,7 +19,7 @@ use godwit_engine::{Cancel, EngineError, Failure, Survivor, limits};
 use godwit_memory::RamBlock;
 use godwit_qemu::{
     LeftDestination, LibvirtDestination, Mapping, QemuDestination, QemuError, Shown, StartTerms,
-    StartedDestination,
+    StartedDestination, Starting,
 };
 use godwit_units::{ByteCount, GRAMMAR, format_duration, parse_duration};
 use serde_json::{Value, json};
@@ -287,8 +287,8 @@ fn take_in(
     }
 }
 
-/// Where the guest of the QEMU at `path` runs already and a godwit that was killed has left pages of
-/// it missing: fetches these.
+/// Where the guest of the QEMU at `path` runs already and a godwit that was killed has left pages
+/// of it missing: fetches these.
 fn fetch_left(
     path: &Path,
     arguments: &Arguments,
@@ -299,10 +299,15 @@ fn fetch_left(
     let Some(record) = LeftDestination::record_of(path).map_err(refused)? else {
         return Ok(None);
     };
+    // What can fail comes first: what was left goes with who has it.
+    let options = options(arguments, None)?;
+    let (listener, address) = bind(arguments)?;
     let left = Left::find(&record).map_err(|error| RequestError::Refused(error.into()))?;
     let Some(left) = left else { return Ok(None) };
-    let mut vm = match LeftDestination::open(left.machine()) {
-        Ok(vm) => vm,
+    let opened = LeftDestination::open(left.machine());
+    let begun = opened.and_then(|vm| Ok((vm.run_beside(path)?, vm)));
+    let (starting, mut vm) = match begun {
+        Ok(begun) => begun,
         Err(error) => {
             left.abandon();
             return Err(refused(error));
@@ -314,18 +319,19 @@ fn fetch_left(
              missing: the source is waited for"
         );
     }
-    let fetched = match bind(arguments) {
-        Ok((listener, address)) => {
-            let options = options(arguments, None)?;
-            tell_bound(arguments, &address, None, options.confined);
-            follow(&mut vm, &listener, left, &options, cancel, notice).map_err(RequestError::Failed)
-        }
-        Err(error) => {
-            left.abandon();
-            Err(error)
-        }
-    };
-    fetched.map(|received| Some((received, process::cost())))
+    tell_bound(arguments, &address, None, options.confined);
+    let followed = follow(&mut vm, &listener, left, &options, cancel, notice);
+    let started = starting.map_or(Ok(()), Starting::finish);
+    let received = followed.map_err(RequestError::Failed)?;
+    started.map_err(|error| {
+        let words = format!(
+            "all of the guest's memory is here, and it does not run ({error}): godwit recover \
+             --vm qemu:{} --guest here",
+            path.display()
+        );
+        RequestError::Refused(words.into())
+    })?;
+    Ok(Some((received, process::cost())))
 }
 
 /// Takes a guest into a QEMU that is started for it.

@@ -645,6 +645,7 @@ mod tests {
             keep_source: true,
             reconnect: Duration::from_secs(7),
             record: None,
+            follow_record: None,
             // A command of who asks, which is refused for such a machine; so is the other.
             before_switchover: None,
             post_copy: PostCopy::Never,

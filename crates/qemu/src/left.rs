@@ -8,6 +8,8 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use godwit_bitmap::DirtyBitmap;
@@ -17,10 +19,13 @@ use godwit_track::{Approach, MissingMeasures, MissingPages, has_userfaultfd};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use serde_json::{Value, json};
 
-use crate::guard::{Stage, await_guardian, stage_of};
+use crate::guard::{Recovery, Stage, await_guardian, stage_of};
 use crate::mark::{LACKS, LEFT, record_in, records, start_time};
 use crate::process::Process;
 use crate::{QemuError, clients, ram, run_directory, userfaultfd};
+
+/// Between two attempts to run a guest.
+const AGAIN: Duration = Duration::from_millis(500);
 
 /// The file in which it is written down for a QEMU: [`LEFT`] at the source, or [`LACKS`].
 pub(crate) fn record(pid: i32, side: &str) -> Result<PathBuf, QemuError> {
@@ -64,7 +69,12 @@ pub(crate) fn words(pid: i32, number: i32, ram: &[RamBlock]) -> String {
     json!({ "pid": pid, "started": started, "userfaultfd": number, "blocks": blocks }).to_string()
 }
 
-/// A QEMU in which the guest runs, and pages of it are missing.
+/// A QEMU in which the guest runs, or is about to, and pages of it are missing.
+///
+/// ```
+/// // What was written down of none.
+/// assert!(godwit_qemu::LeftDestination::open("{}").is_err());
+/// ```
 #[derive(Debug)]
 pub struct LeftDestination {
     pid: i32,
@@ -97,14 +107,38 @@ impl LeftDestination {
             // One that has ended meanwhile had no guest.
             _ if !record.exists() || start_time(pid.unsigned_abs()).is_none() => Ok(None),
             Some(Stage::Loading | Stage::Discarding) => Err(QemuError::NotFollowed {
-                why: "the guest has not come to run there: godwit recover --vm VM tells whose it is",
-            }),
-            Some(Stage::Starting) => Err(QemuError::NotFollowed {
-                why: "the guest was handed over and not run yet: godwit recover --vm VM --guest \
-                      here runs it, and then this command fetches what is missing",
+                why: "the guest never came to run there: godwit recover --vm VM tells whose it is",
             }),
             _ => Ok(Some(record)),
         }
+    }
+
+    /// Where the guest was handed over, and nobody knows whether it was run: has it run, as soon as
+    /// the monitor at `path` answers. It may wait for pages to come, as may the order of a guardian
+    /// that is under way, so it is tried beside them.
+    ///
+    /// # Errors
+    /// When there is no thread to be had.
+    pub fn run_beside(&self, path: &Path) -> Result<Option<Starting>, QemuError> {
+        if stage_of(self.pid) != Some(Stage::Starting) {
+            return Ok(None);
+        }
+        let (over, path) = (Arc::new(AtomicBool::new(false)), path.to_owned());
+        let ends = Arc::clone(&over);
+        let run = move || {
+            loop {
+                // Once more when all has come.
+                let last = ends.load(Ordering::SeqCst);
+                let run = Recovery::of_monitor(&path).and_then(|found| found.run_here(false));
+                if run.is_ok() || last {
+                    return run;
+                }
+                std::thread::sleep(AGAIN);
+            }
+        };
+        let thread = std::thread::Builder::new().name("run".to_owned()).spawn(run);
+        let thread = thread.map_err(|source| QemuError::System { step: "a thread", source })?;
+        Ok(Some(Starting { over, thread }))
     }
 
     /// The QEMU that was written down in these words.
@@ -138,6 +172,36 @@ impl LeftDestination {
     #[must_use]
     pub fn pid(&self) -> i32 {
         self.pid
+    }
+}
+
+/// A guest that is being run beside the pages that come.
+///
+/// ```
+/// use std::path::Path;
+/// use godwit_qemu::{LeftDestination, QemuError};
+///
+/// fn run(vm: &LeftDestination, monitor: &Path) -> Result<(), QemuError> {
+///     let starting = vm.run_beside(monitor)?;
+///     // Here the pages come.
+///     starting.map_or(Ok(()), |starting| starting.finish())
+/// }
+/// ```
+#[derive(Debug)]
+pub struct Starting {
+    over: Arc<AtomicBool>,
+    thread: JoinHandle<Result<(), QemuError>>,
+}
+
+impl Starting {
+    /// All pages have come: waits until it runs.
+    ///
+    /// # Errors
+    /// When it does not.
+    pub fn finish(self) -> Result<(), QemuError> {
+        self.over.store(true, Ordering::SeqCst);
+        let panicked = QemuError::NotFollowed { why: "its thread has panicked" };
+        self.thread.join().unwrap_or(Err(panicked))
     }
 }
 

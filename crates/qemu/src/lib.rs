@@ -55,7 +55,7 @@ pub use host::{
     HostVm, HostVms, ManagedVm, Owner, RamKind, Verdict, domains_that_run, monitor_of_instance,
     proxmox_vms_that_run, vms_of_host,
 };
-pub use left::LeftDestination;
+pub use left::{LeftDestination, Starting};
 pub use libvirt::{DiskPaths, LibvirtDestination, domain_state};
 pub use limits::Limits;
 pub use machine::Reporting;

@@ -17,6 +17,16 @@ use crate::vm::Kept;
 
 /// What a godwit that was killed has left: a guest that runs here, or was about to, while pages of
 /// it are missing.
+///
+/// ```
+/// use godwit_engine::destination::Left;
+///
+/// /// Leaves it alone, for somebody else to go on by.
+/// fn leave(left: Left) {
+///     println!("a guest lacks pages: {}", left.machine());
+///     left.abandon();
+/// }
+/// ```
 pub struct Left {
     place: Place,
     pub(super) written: Written,

@@ -1,7 +1,7 @@
 //! Post-copy at a source whose godwit was killed: another one sends what is missing.
 //!
-//! Invariant: whether the guest runs at the destination is asked first. Where it was discarded there
-//! it is the source's again, and is run.
+//! Invariant: whether the guest runs at the destination is asked first. Where it was discarded
+//! there it is the source's again, and is run.
 
 use super::record::Record;
 use super::serving::Serving;

@@ -98,7 +98,7 @@ fn main() -> anyhow::Result<()> {
     report.figure("rounds", options.rounds);
     for (verify, option) in &WAYS[1..3] {
         let more = of(verify, |row| row.downtime_ms) - of("no", |row| row.downtime_ms);
-        report.target(&format!("{option}: ms more of downtime"), more, 10.0, Better::Lower);
+        report.target(format!("{option}: ms more of downtime"), more, 10.0, Better::Lower);
         let more = of(verify, |row| row.cpu_s) / of("no", |row| row.cpu_s) - 1.0;
         let name = format!("{option}: % more processor time");
         report.target(&name, more * 100.0, 15.0, Better::Lower);
