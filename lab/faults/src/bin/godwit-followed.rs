@@ -1,4 +1,4 @@
-//! `make faults-postcopy`: kills and cuts at random moments while the memory of guests follows them.
+//! `make faults-postcopy`: kills and cuts at random moments while the memory of guests follows.
 //!
 //! Keeps one promise: it ends red when a guest did not go on, or found damage.
 
