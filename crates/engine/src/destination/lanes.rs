@@ -39,6 +39,8 @@ use crate::{EngineError, limits, threads};
 
 pub(super) struct Lanes {
     channels: Vec<(Stream, JoinHandle<Ended>)>,
+    /// The threads of those of memory, which yield where others bring what somebody waits for.
+    numbers: Vec<threads::Number>,
     /// How many of memory there are, or were.
     memory: usize,
     ram: Arc<Vec<RamBlock>>,
@@ -116,6 +118,7 @@ impl Lanes {
         let proven: Vec<Disk> = proven.collect();
         let mut lanes = Self {
             channels: Vec::new(),
+            numbers: Vec::new(),
             memory: 0,
             ram: Arc::clone(ram),
             made_up,
@@ -174,6 +177,7 @@ impl Lanes {
     /// behind the word that pages are missing, one for those that somebody waits for instead.
     fn start(&mut self, streams: Vec<Stream>) -> Result<(), EngineError> {
         self.barriers = Arc::new(Barriers::new(streams.len()));
+        self.numbers.clear();
         let mut places: Vec<_> = (0..self.memory).map(|number| self.memory_place(number)).collect();
         match self.arriving.get() {
             Some(_) => places.push(self.memory_place(self.memory)),
@@ -205,7 +209,19 @@ impl Lanes {
                 // Of a channel that is slow, that is which was given up.
                 made_up: if self.attempt == 0 { self.made_up } else { MadeUp::none() },
             };
-            self.channels.push((handle, threads::start("channel", move || channel.run())?));
+            let own = threads::Number::default();
+            if number < self.memory {
+                self.numbers.push(own.clone());
+            }
+            let yields = number < self.memory && self.arriving.get().is_some();
+            let run = move || {
+                own.set();
+                if yields {
+                    threads::yields();
+                }
+                channel.run()
+            };
+            self.channels.push((handle, threads::start("channel", run)?));
         }
         Ok(())
     }
@@ -237,6 +253,7 @@ impl Lanes {
     /// From here on what comes is placed by `arriving`.
     pub(super) fn have_arrive(&self, arriving: &Arc<Arriving>) {
         let _ = self.arriving.set(Arc::clone(arriving));
+        self.numbers.iter().for_each(threads::Number::yields);
     }
 
     /// The connections are lost: waits until all that has arrived is placed or thrown away, and

@@ -170,6 +170,8 @@ impl Serving {
     ) -> Result<(), EngineError> {
         let (table, stop) = (Arc::clone(&self.table), Arc::clone(&self.stop));
         self.serve_by(source.session.for_memory(), "server", handle, move || {
+            // To who sends what somebody waits for, and to guests.
+            threads::yields();
             while !stop.load(Ordering::Relaxed) {
                 let Some((block, run)) = table.next(UNASKED) else { break };
                 send(&mut sender, &table, block, run)?;
