@@ -35,6 +35,15 @@ const SAMPLE: u32 = 9;
 const SWITCH: u32 = 14;
 const SWITCH_OUT: u32 = 1 << 13;
 
+/// One wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wait {
+    /// When it began, by a clock of the kernel's that counts from anywhere.
+    pub since: Duration,
+    /// How long it took, until the thread ran again.
+    pub length: Duration,
+}
+
 /// Waits of some threads, while they are noted.
 #[derive(Debug)]
 pub struct Waits {
@@ -78,7 +87,7 @@ impl Waits {
     ///
     /// # Errors
     /// When there was no room for all of them.
-    pub fn end(self) -> anyhow::Result<Vec<Duration>> {
+    pub fn end(self) -> anyhow::Result<Vec<Wait>> {
         let mut all = Vec::new();
         for (event, notes) in &self.threads {
             end_perf_event(event)?;
@@ -87,7 +96,7 @@ impl Waits {
             let words = (PAGE..PAGE + written).step_by(8).map(|at| notes.load(at));
             all.extend(waits_in(&words.collect::<Vec<_>>(), &self.waiting)?);
         }
-        all.sort_unstable();
+        all.sort_unstable_by_key(|wait: &Wait| wait.length);
         Ok(all)
     }
 }
@@ -105,7 +114,7 @@ fn function(symbols: &str, name: &str) -> Option<Range<u64>> {
 }
 
 /// The waits in the records `words` of one thread.
-fn waits_in(words: &[u64], waiting: &Range<u64>) -> anyhow::Result<Vec<Duration>> {
+fn waits_in(words: &[u64], waiting: &Range<u64>) -> anyhow::Result<Vec<Wait>> {
     let (mut waits, mut since, mut rest) = (Vec::new(), None, words);
     while let Some((header, _)) = rest.split_first() {
         // Type: 32 bits; misc: 16; size in bytes: 16.
@@ -119,8 +128,11 @@ fn waits_in(words: &[u64], waiting: &Range<u64>) -> anyhow::Result<Vec<Duration>
                 since = chain.iter().any(|at| waiting.contains(at)).then_some(*time);
             }
             (SWITCH, [time]) if misc & SWITCH_OUT == 0 => {
-                let wait = since.take().map(|since| Duration::from_nanos(time - since));
-                waits.extend(wait);
+                let wait = |since| {
+                    let length = Duration::from_nanos(time.saturating_sub(since));
+                    Wait { since: Duration::from_nanos(since), length }
+                };
+                waits.extend(since.take().map(wait));
             }
             (LOST | THROTTLED, _) => {
                 anyhow::bail!("the kernel has not noted all waits of a thread")
@@ -157,7 +169,11 @@ mod tests {
             out(11_000, 0x100),
         ];
         let waits = waits_in(&words.concat(), &(0x100..0x200)).unwrap();
-        assert_eq!(waits, [Duration::from_nanos(3000), Duration::from_nanos(500)]);
+        let wait = |since, length| {
+            let [since, length] = [since, length].map(Duration::from_nanos);
+            Wait { since, length }
+        };
+        assert_eq!(waits, [wait(1000, 3000), wait(10_000, 500)]);
     }
 
     #[test]

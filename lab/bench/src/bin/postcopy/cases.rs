@@ -8,7 +8,7 @@ use godwit_units::ByteCount;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::moves::{Contestant, Measured, Row, TABLE, one_move};
+use crate::moves::{Contestant, Measured, Pick, Row, TABLE, one_move};
 
 /// A move that failed, or could not be measured.
 #[derive(Debug, Serialize)]
@@ -52,11 +52,11 @@ pub(crate) fn config(
     VmConfig { accelerator, ..config }
 }
 
-/// Moves guests like `config` by turns, and enters figures and targets into `report`.
+/// Moves guests like `config` by turns, godwit's with some more options, and enters figures and targets into `report`.
 pub(crate) fn compare(
     (under, config): (&'static str, &VmConfig),
     rounds: usize,
-    godwit: &Godwit,
+    by: (&Godwit, &[String]),
     tally: &mut Tally,
     report: &mut Report,
 ) -> anyhow::Result<()> {
@@ -71,7 +71,7 @@ pub(crate) fn compare(
     let mut rows = Vec::new();
     for round in 1..=rounds {
         for contestant in order {
-            match one_move(contestant, (under, config), round, godwit) {
+            match one_move(contestant, (under, config), round, by) {
                 Ok(row) => {
                     TABLE.print(&(row.contestant.to_owned(), row.measured));
                     rows.push(row);
@@ -114,13 +114,13 @@ impl Side {
         Self { name: who.name(), moves: own.map(|row| (row.round, row.measured)).collect() }
     }
 
-    fn figures(&self, pick: fn(&[f64]) -> f64) -> Measured {
+    fn figures(&self, pick: Pick) -> Measured {
         Measured::of(&self.moves.iter().map(|(_, it)| it).collect::<Vec<_>>(), pick)
     }
 
     fn print(&self) {
         println!("{}:", self.name);
-        let picks: [(&str, fn(&[f64]) -> f64); 3] =
+        let picks: [(&str, Pick); 3] =
             [("  medians", median), ("  least", least), ("  most", most)];
         for (name, pick) in picks {
             TABLE.print(&(name.to_owned(), self.figures(pick)));

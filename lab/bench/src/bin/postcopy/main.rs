@@ -47,13 +47,17 @@ struct Options {
     #[arg(long, value_name = "MIB", default_value = "256", value_parser = at_least_once())]
     working_set: usize,
 
+    /// One more option for godwit migrate, as in --with=--compression=none
+    #[arg(long, value_name = "OPTION")]
+    with: Vec<String>,
+
     /// Guests under this alone: kvm, tcg
     #[arg(long, value_name = "WHICH", value_parser = ["kvm", "tcg"])]
     under: Option<String>,
 }
 
 fn main() -> anyhow::Result<()> {
-    let Options { rounds, memory, fill, working_set, under } = Options::parse();
+    let Options { rounds, memory, fill, working_set, with, under } = Options::parse();
     let [memory, fill, working_set] = [memory, fill, working_set].map(|size| size as u64 * MIB);
     ensure!(working_set <= fill, "--working-set: at most what --fill says");
     ensure!(fill < memory, "--fill: less than what --memory says");
@@ -67,6 +71,7 @@ fn main() -> anyhow::Result<()> {
     let mut report = Report::new("postcopy");
     report.figure("qemu", build.to_string());
     report.figure("rounds", rounds);
+    report.figure("with", with.as_slice());
     let mut tally = cases::Tally::default();
     for (name, accelerator) in [("kvm", Accelerator::Kvm), ("tcg", Accelerator::Tcg)] {
         if under.as_ref().is_some_and(|under| under != name) {
@@ -77,7 +82,8 @@ fn main() -> anyhow::Result<()> {
         }
         let sizes = [memory, fill, working_set].map(ByteCount);
         let config = cases::config(&build, accelerator, sizes);
-        let compared = cases::compare((name, &config), rounds, &godwit, &mut tally, &mut report);
+        let by = (&godwit, with.as_slice());
+        let compared = cases::compare((name, &config), rounds, by, &mut tally, &mut report);
         compared.with_context(|| format!("guests under {name}"))?;
     }
     ensure!(!tally.moves.is_empty(), "nothing was moved");
