@@ -1,11 +1,11 @@
 //! How long threads of another process wait for pages that are missing, by the kernel's account.
 //!
 //! A thread that accesses a page which a userfaultfd is to fill sleeps in the kernel's function
-//! `handle_userfault` (fs/userfaultfd.c), whoever fills it. The kernel notes each time that a thread
-//! leaves its processor, with the functions that it is in, and each time that it is back
-//! (perf_event_open(2)). So a wait is the time from the one to the other: of whoever fills the page
-//! nothing is asked, and nothing differs from one to the next. Keeps one promise: a note that the
-//! kernel had no room for is an error.
+//! `handle_userfault` (fs/userfaultfd.c), whoever fills it. The kernel notes each time that a
+//! thread leaves its processor, with the functions that it is in, and each time that it is back
+//! (perf_event_open(2)). A wait is the time from the one to the other, so whoever fills the page is
+//! asked nothing, and all are measured alike. Keeps one promise: a note that the kernel had no room
+//! for is an error.
 
 use std::fs::File;
 use std::ops::Range;

@@ -52,7 +52,8 @@ pub(crate) fn config(
     VmConfig { accelerator, ..config }
 }
 
-/// Moves guests like `config` by turns, godwit's with some more options, and enters figures and targets into `report`.
+/// Moves guests like `config` by turns, godwit's with some more options, and enters figures and
+/// targets into `report`.
 pub(crate) fn compare(
     (under, config): (&'static str, &VmConfig),
     rounds: usize,

@@ -4,9 +4,9 @@
 //! Keeps it fair: one QEMU, the same machines and the same work for both, anonymous memory, TCP
 //! loopback, no bandwidth limit; a freshly started guest for each move; pairs, of which each begins
 //! with the other one. Both leave as early as they can. All that is compared is seen by bystanders:
-//! the stop and the start of the guest are QEMU's own events, how long its processors wait for pages
-//! is the kernel's account, its work is its own counter in its memory. The targets are ratios of
-//! medians of one run, and were fixed before any.
+//! the stop and the start of the guest are QEMU's own events, how long its processors wait for
+//! pages is the kernel's account, its work is its own counter in its memory. The targets are ratios
+//! of medians of one run, and were fixed before any.
 //!
 //! Keeps one promise: a move that fails or cannot be measured is told and counted, and is in no
 //! median; where most moves of one side are such, there is no verdict, but an error.

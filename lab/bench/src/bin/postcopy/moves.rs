@@ -100,7 +100,7 @@ pub(crate) struct Measured {
     pub(crate) waited_ms: f64,
     /// What the guest did not do from the beginning of the move to [`AFTER`] its end, in seconds of
     /// its work before; at least the time that its one processor certainly stood still. Less than
-    /// that says that the guest was disturbed before the move, in the time that it is compared with.
+    /// that says that it was disturbed before the move, in the time that it is compared with.
     pub(crate) lost_s: f64,
     pub(crate) sent_mib: f64,
     /// Of all but the guest's processors.
