@@ -209,6 +209,14 @@ bench-upgrade: guest qemu ## how long a guest of 1, 8 and 16 GiB stands still in
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin upgrade
 	@$(CARGO) run --quiet --release --package godwit-bench --bin upgrade -- $(BENCH_UPGRADE)
 
+# `make bench-postcopy BENCH_POSTCOPY='--under kvm --rounds 2'` for a part.
+BENCH_POSTCOPY ?=
+
+.PHONY: bench-postcopy
+bench-postcopy: guest qemu ## guests that leave before their memory, beside QEMU's own post-copy; needs root (five minutes)
+	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin postcopy
+	@$(CARGO) run --quiet --release --package godwit-bench --bin postcopy -- $(BENCH_POSTCOPY)
+
 # `make bench-proof BENCH_PROOF='--memory 2048 --fill 1536 --rounds 3'` for a smaller one.
 BENCH_PROOF ?=
 

@@ -9,9 +9,13 @@ use godwit_testbed::{Ended, Godwit, Running, SlowLink, TestVm, shared_by, wall_c
 /// One run of `godwit migrate` and `godwit receive`.
 #[derive(Debug)]
 pub struct Attempt {
+    /// When it began, by the clock that QEMU stamps its events with.
+    pub began: Duration,
     /// Until the guest ran at the destination, by QEMU's own time stamp, or until `godwit migrate`
     /// gave up.
     pub wall: Duration,
+    /// Until `godwit migrate` was over.
+    pub whole: Duration,
     /// Processor time of both commands, by the kernel's account: not godwit's word for it.
     pub cpu: Duration,
     /// What `godwit migrate` said.
@@ -71,6 +75,7 @@ impl Attempt {
             interrupt_after(patience, &migrate)?;
         }
         let migrate = migrate.wait(terms.limit)?;
+        let whole = wall_clock().saturating_sub(began);
         let (end, receive) = if migrate.last()["outcome"] == "migrated" {
             let receive = receive.wait(terms.limit)?;
             (destination.qmp().wait_event("RESUME", terms.limit)?.emitted, Some(receive))
@@ -80,7 +85,7 @@ impl Attempt {
             (gave_up, None)
         };
         let cpu = ended_children()?.saturating_sub(cpu_before);
-        Ok(Self { wall: end.saturating_sub(began), cpu, migrate, receive })
+        Ok(Self { began, wall: end.saturating_sub(began), whole, cpu, migrate, receive })
     }
 
     /// What the two commands said, when the guest moved.

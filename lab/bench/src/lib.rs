@@ -13,3 +13,4 @@ pub mod row;
 pub mod still;
 pub mod sys;
 pub mod table;
+pub mod waits;

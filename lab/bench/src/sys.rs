@@ -4,7 +4,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
 /// A shared mapping of a whole file, or memory of our own.
@@ -58,6 +58,14 @@ impl Mapping {
         let at = self.at(offset, 8);
         // SAFETY: aligned and within the mapping; nobody holds a reference into it.
         unsafe { at.cast::<u64>().write_volatile(value) };
+    }
+
+    /// Reads a number that somebody else may write.
+    pub fn load(&self, offset: usize) -> u64 {
+        assert!(offset.is_multiple_of(8));
+        let at = self.at(offset, 8);
+        // SAFETY: aligned and within the mapping; nobody holds a reference into it.
+        unsafe { at.cast::<u64>().read_volatile() }
     }
 
     fn at(&self, offset: usize, len: usize) -> *mut u8 {
@@ -133,6 +141,62 @@ pub fn option(socket: BorrowedFd<'_>, name: i32, value: i32) -> io::Result<()> {
     };
     check(result as isize).map(drop)
 }
+
+/// What is to be noted of a thread: the first version of `perf_event_attr`, which all kernels know
+/// (include/uapi/linux/perf_event.h).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PerfAttributes {
+    /// Who counts.
+    pub kind: u32,
+    /// How long this is.
+    pub size: u32,
+    /// What is counted.
+    pub config: u64,
+    /// After how many a sample is taken.
+    pub sample_period: u64,
+    /// What is in a sample.
+    pub sample_type: u64,
+    /// What a read tells.
+    pub read_format: u64,
+    /// The bits behind it.
+    pub flags: u64,
+    /// When who waits is woken.
+    pub wakeup_events: u32,
+    /// For breakpoints.
+    pub breakpoint_type: u32,
+    /// For breakpoints.
+    pub breakpoint_address: u64,
+}
+
+/// Begins to note what `attributes` say of the thread `tid` of any process, on whatever processor
+/// it runs.
+pub fn perf_event(attributes: &PerfAttributes, tid: i32) -> io::Result<File> {
+    let (any_cpu, no_group) = (-1, -1);
+    // SAFETY: the kernel reads as many bytes of the attributes as they say they have.
+    let fd = unsafe {
+        libc::syscall(
+            libc::SYS_perf_event_open,
+            std::ptr::from_ref(attributes),
+            tid,
+            any_cpu,
+            no_group,
+            PERF_FLAG_FD_CLOEXEC,
+        )
+    };
+    let fd = i32::try_from(check(fd as isize)?).map_err(io::Error::other)?;
+    // SAFETY: a new descriptor, which nobody else has.
+    Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
+/// Ends that: nothing is noted any more when it returns.
+pub fn end_perf_event(event: &File) -> io::Result<()> {
+    // SAFETY: a request without an argument; no memory is involved.
+    check(unsafe { libc::ioctl(event.as_raw_fd(), PERF_EVENT_IOC_DISABLE, 0) } as isize).map(drop)
+}
+
+const PERF_FLAG_FD_CLOEXEC: libc::c_ulong = 1 << 3;
+const PERF_EVENT_IOC_DISABLE: libc::c_ulong = 0x2401;
 
 /// Takes all notes of finished zero-copy sends from the socket's error queue; returns how many
 /// sends they were about, and whether the kernel copied after all.
