@@ -13,7 +13,7 @@ use godwit_disk::{DiskChoice, parse_granularity};
 use godwit_engine::Survivor;
 use godwit_engine::address::Address;
 use godwit_engine::handle::MigrationHandle;
-use godwit_engine::report::{Measures, Progress};
+use godwit_engine::report::{Measures, Progress, Stage};
 use godwit_engine::security::SecurityWish;
 use godwit_engine::source::{Options, PostCopy, Verify, follow, migrate};
 use godwit_qemu::{QemuError, QemuSource, Reporting};
@@ -332,6 +332,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         hooks.look(progress);
         display.progress(progress);
         if let Some(deadline) = &mut deadline
+            // Nothing can be done any more about one that has left.
+            && progress.stage != Stage::PostCopy
             && let Some(action) = deadline.look(progress)
         {
             tell_wait(&deadline.words());

@@ -15,7 +15,7 @@ use godwit_engine::compression::Compression;
 use godwit_engine::destination::{Fetched, Left, Notice, Options, Received, follow, receive};
 use godwit_engine::security::Security;
 use godwit_engine::vm::DestinationVm;
-use godwit_engine::{Cancel, EngineError, Failure, Survivor, limits};
+use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 use godwit_memory::RamBlock;
 use godwit_qemu::{
     LeftDestination, LibvirtDestination, Mapping, QemuDestination, QemuError, Shown, StartTerms,
@@ -321,15 +321,16 @@ fn fetch_left(
     }
     tell_bound(arguments, &address, None, options.confined);
     let followed = follow(&mut vm, &listener, left, &options, cancel, notice);
-    let started = starting.map_or(Ok(()), Starting::finish);
+    // Who leaves off waits for nothing more.
     let received = followed.map_err(RequestError::Failed)?;
-    started.map_err(|error| {
+    starting.map_or(Ok(()), Starting::finish).map_err(|error| {
         let words = format!(
             "all of the guest's memory is here, and it does not run ({error}): godwit recover \
              --vm qemu:{} --guest here",
             path.display()
         );
-        RequestError::Refused(words.into())
+        let (phase, survivor) = (Phase::Handover, Survivor::Unknown);
+        RequestError::Failed(Failure { phase, survivor, cause: EngineError::Vm(words.into()) })
     })?;
     Ok(Some((received, process::cost())))
 }

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use godwit_qemu::monitor::QmpError;
-use godwit_qemu::{Known, QemuError, Recovery};
+use godwit_qemu::{Known, LeftDestination, QemuError, Recovery};
 use serde_json::json;
 
 use crate::output::{self, json_line};
@@ -88,13 +88,19 @@ fn next(vm: &VmName, known: Known) -> String {
             settle("there"),
             settle("here")
         ),
+        Known::Leaves => format!(
+            "ask at the destination: godwit recover --vm VM\n  \
+             the guest runs there:                    the godwit migrate of this VM once more, \
+             with the same --to and security, sends what is missing; do not end this VM\n  \
+             it never came, and that VM has ended:    {}",
+            settle("here")
+        ),
         Known::Follows => format!(
             "ask at the destination: godwit recover --vm VM\n  \
-             the guest runs there, send what is missing: the godwit migrate of this VM once \
-             more, with the same --to and security; do not end this VM\n  \
-             it never came, and that VM has ended: {}\n  \
-             it ran there, and that VM has ended, so the guest is lost: {} --force",
-            settle("here"),
+             memory of it is missing there:           the godwit migrate of this VM once more, \
+             with the same --to and security, sends it; do not end this VM\n  \
+             it runs, and nothing is missing:         {} --force\n  \
+             that VM has ended, and the guest is lost: the same",
             settle("there")
         ),
         Known::Lacks => {
@@ -131,12 +137,29 @@ fn tell_gone(arguments: &Arguments) -> ExitCode {
     ExitCode::SUCCESS
 }
 
+/// What is known of a QEMU whose monitor does not answer, since it waits for a page itself.
+fn look_at_silent(arguments: &Arguments, error: &(dyn Error + 'static)) -> Option<ExitCode> {
+    let VmName::Qemu(path) = &arguments.vm else { return None };
+    let is_silent = error.downcast_ref().is_some_and(|error: &QemuError| {
+        matches!(error, QemuError::Qmp(QmpError::Timeout { .. } | QmpError::NoGreeting { .. }))
+    });
+    if !is_silent {
+        return None;
+    }
+    let pid = LeftDestination::pid_of(path)?;
+    Some(tell(arguments, Known::Lacks, pid, "silent"))
+}
+
 fn look(arguments: &Arguments, recovery: &Recovery) -> ExitCode {
-    let (vm, known, state) = (&arguments.vm, recovery.known(), recovery.state());
+    tell(arguments, recovery.known(), recovery.pid(), recovery.state())
+}
+
+fn tell(arguments: &Arguments, known: Known, pid: i32, state: &str) -> ExitCode {
+    let vm = &arguments.vm;
     if arguments.json {
         json_line(&json!({
             "vm": vm.to_string(),
-            "pid": recovery.pid(),
+            "pid": pid,
             "state": state,
             "known": known.word(),
             "unsettled": known.is_unsettled(),
@@ -174,7 +197,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         Some(guest) => settle(arguments, guest).map(|()| ExitCode::SUCCESS),
         None => match open(&arguments.vm) {
             Err(error) if error.downcast_ref().is_some_and(is_gone) => Ok(tell_gone(arguments)),
-            opened => opened.map(|recovery| look(arguments, &recovery)),
+            Err(error) => look_at_silent(arguments, &*error).ok_or(error),
+            Ok(recovery) => Ok(look(arguments, &recovery)),
         },
     };
     done.unwrap_or_else(|error| {

@@ -5,6 +5,7 @@
 //! may not answer meanwhile: whoever emulates a device may wait for a page. So nothing is asked of
 //! it: where its memory is, and which userfaultfd is godwit's, was written down.
 
+use std::fs::TryLockError;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use godwit_track::{Approach, MissingMeasures, MissingPages, has_userfaultfd};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use serde_json::{Value, json};
 
-use crate::guard::{Recovery, Stage, await_guardian, stage_of};
+use crate::guard::{Recovery, Stage, settled_stage, stage_of};
 use crate::mark::{LACKS, LEFT, record_in, records, start_time};
 use crate::process::Process;
 use crate::{QemuError, clients, ram, run_directory, userfaultfd};
@@ -44,14 +45,59 @@ fn found(pid: i32, side: &str) -> Option<PathBuf> {
     all.into_iter().find(|(_, of)| *of == pid).map(|(path, _)| path)
 }
 
-/// The record by which another godwit sends what is missing of the guest of the QEMU `pid`.
+/// The record of what is missing of the guest of the QEMU whose monitor listens at `path`, and its
+/// process.
+fn left_at(path: &Path) -> Option<(PathBuf, i32)> {
+    let all = records(&run_directory::path(), LACKS);
+    all.into_iter().find(|(_, pid)| clients::listens_at(*pid, path))
+}
+
+/// The record by which another godwit sends what is missing of the guest of the QEMU `pid`, where
+/// one was killed that had handed the guest over, or was about to. Behind another end it says
+/// nothing: the guest was brought back.
 pub(crate) fn at_source(pid: i32) -> Option<PathBuf> {
-    found(pid, LEFT)
+    found(pid, LEFT).filter(|_| stage_of(pid) == Some(Stage::HandingOver))
+}
+
+/// Whether the guest of the QEMU `pid` is known to have come to run at the destination, by the
+/// `record` that was left of it.
+pub(crate) fn ran_there(record: &Path) -> bool {
+    let text = std::fs::read_to_string(record).unwrap_or_default();
+    let value: Value = serde_json::from_str(&text).unwrap_or_default();
+    value["runs_there"] == true
 }
 
 /// Whether pages of the guest of the QEMU `pid` are missing.
 pub(crate) fn lacks_pages(pid: i32) -> bool {
-    found(pid, LACKS).is_some()
+    let Some(record) = found(pid, LACKS) else { return false };
+    let text = std::fs::read_to_string(record).unwrap_or_default();
+    let value: Value = serde_json::from_str(&text).unwrap_or_default();
+    let words = value["machine"].as_str().unwrap_or_default();
+    let machine: Value = serde_json::from_str(words).unwrap_or_default();
+    let number = machine["userfaultfd"].as_i64().and_then(|it| i32::try_from(it).ok());
+    // It is closed when the last page has come, and not before.
+    number.is_some_and(|number| has_userfaultfd(pid, number))
+}
+
+/// Refuses where another godwit goes on with what was left of the QEMU `pid`.
+pub(crate) fn check_alone(pid: i32) -> Result<(), QemuError> {
+    let held = |record: PathBuf| {
+        let file = std::fs::File::open(record).ok()?;
+        matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)).then_some(())
+    };
+    match [LEFT, LACKS].into_iter().filter_map(|side| found(pid, side)).find_map(held) {
+        Some(()) => {
+            Err(QemuError::NotFollowed { why: "another one is at work on that: wait for it" })
+        }
+        None => Ok(()),
+    }
+}
+
+/// The guest of the QEMU `pid` is this side's: nothing is left of its leaving.
+pub(crate) fn forget(pid: i32) {
+    if let Some(record) = found(pid, LEFT) {
+        let _ = std::fs::remove_file(record);
+    }
 }
 
 /// What [`LeftDestination::open`] reads: where process `pid` has `ram`, which is its own, and
@@ -97,13 +143,8 @@ impl LeftDestination {
     /// # Ok::<(), godwit_qemu::QemuError>(())
     /// ```
     pub fn record_of(path: &Path) -> Result<Option<PathBuf>, QemuError> {
-        let all = records(&run_directory::path(), LACKS);
-        let Some((record, pid)) = all.into_iter().find(|(_, pid)| clients::listens_at(*pid, path))
-        else {
-            return Ok(None);
-        };
-        await_guardian(pid)?;
-        match stage_of(pid) {
+        let Some((record, pid)) = left_at(path) else { return Ok(None) };
+        match settled_stage(pid)? {
             // One that has ended meanwhile had no guest.
             _ if !record.exists() || start_time(pid.unsigned_abs()).is_none() => Ok(None),
             Some(Stage::Loading | Stage::Discarding) => Err(QemuError::NotFollowed {
@@ -113,6 +154,16 @@ impl LeftDestination {
         }
     }
 
+    /// The QEMU whose monitor listens at `path`, where pages of its guest are missing.
+    ///
+    /// ```
+    /// assert_eq!(godwit_qemu::LeftDestination::pid_of("/nonexistent/qmp".as_ref()), None);
+    /// ```
+    #[must_use]
+    pub fn pid_of(path: &Path) -> Option<i32> {
+        left_at(path).map(|(_, pid)| pid)
+    }
+
     /// Where the guest was handed over, and nobody knows whether it was run: has it run, as soon as
     /// the monitor at `path` answers. It may wait for pages to come, as may the order of a guardian
     /// that is under way, so it is tried beside them.
@@ -120,7 +171,7 @@ impl LeftDestination {
     /// # Errors
     /// When there is no thread to be had.
     pub fn run_beside(&self, path: &Path) -> Result<Option<Starting>, QemuError> {
-        if stage_of(self.pid) != Some(Stage::Starting) {
+        if settled_stage(self.pid)? != Some(Stage::Starting) {
             return Ok(None);
         }
         let (over, path) = (Arc::new(AtomicBool::new(false)), path.to_owned());

@@ -196,8 +196,13 @@ fn whoever_is_killed_meanwhile_is_followed_by_another() -> anyhow::Result<()> {
         }
         drop((migrate.wait(LIMIT)?, receive.wait(LIMIT)?));
         ensure!(records(&pair) == 2, "a record is gone");
+        ensure!(known(&pair, &pair.destination)? == ("lacks-pages".to_owned(), true));
+        let here = ["recover", "--vm", &pair.source.vm_name(), "--guest", "here"];
+        ensure!(!pair.godwit.run(&here)?.status.success(), "the guest runs elsewhere");
 
         let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+        let busy = pair.godwit.run(&here)?;
+        ensure!(!busy.status.success(), "another one is at work");
         let (receive, _) = pair.godwit.receive_on(&address, &pair.destination, &[])?;
         let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
         ensure!(migrate.status.success(), "{} {}", migrate.last(), migrate.errors);

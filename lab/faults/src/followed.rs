@@ -164,7 +164,10 @@ impl Move<'_> {
             let (receive, _) = self.pair.godwit.receive_on(&self.address, there, &[])?;
             self.receive = Some(receive);
         }
-        if self.migrate.is_none() && self.known()? == "follows" && self.receive.is_some() {
+        if self.migrate.is_none()
+            && matches!(self.known()?.as_str(), "follows" | "leaves")
+            && self.receive.is_some()
+        {
             let to = self.link.address();
             let migrate = self.pair.godwit.migrate(&self.pair.source, to, &options())?;
             self.migrate = Some(migrate);

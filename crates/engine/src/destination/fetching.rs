@@ -16,6 +16,7 @@ use super::arriving::Fetching;
 use super::channel::PEER;
 use super::lanes::Lanes;
 use super::left::Left;
+use super::record::Record;
 use super::session::{Found, out_of_place};
 use super::{Destination, Notice, Stage};
 use crate::missing::MissingList;
@@ -56,6 +57,8 @@ impl Destination<'_> {
         let kept = vm.kept();
         self.begin_to_fetch(lanes, pages)?;
         if let (Some(kept), Some(record)) = (kept, self.known_by(lanes)) {
+            // The connections that there are come from this attempt: no earlier one counts.
+            let record = Record { attempt: lanes.placed().0, ..record };
             self.followed = Some(Left::write(kept, record, &missing)?);
         }
         Ok(())

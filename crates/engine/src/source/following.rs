@@ -54,7 +54,7 @@ pub fn follow(
             source.run(Stage::Serving(Box::new(serving)), Input::Follow)
         }
         Err(cause) => {
-            source.followed.iter_mut().for_each(Place::abandon);
+            source.leave_to_another();
             Err(unheard(cause))
         }
     }
@@ -69,22 +69,43 @@ impl Source<'_> {
         let running = self.vm.was_running();
         let record = Record::new(told, shown, &self.common, running, (&self.ram, &[]));
         let mut place = Place::new(path);
-        place.write(&record.behind(self.restarts))?;
-        self.followed = Some(place);
+        let record = record.behind(self.restarts);
+        place.write(&record)?;
+        self.followed = Some((place, record));
         Ok(())
+    }
+
+    /// The guest is known to run at the destination: whoever looks at what is left must know, too.
+    pub(super) fn note_that_it_runs_there(&mut self) {
+        if let Some((place, record)) = self.followed.as_mut().filter(|(_, it)| !it.runs_there()) {
+            *record = record.clone().running_there();
+            // That it is not known is doubt, as before.
+            if let Err(error) = place.write(record) {
+                tracing::warn!(%error, "what was written down is not all that is known");
+            }
+        }
+    }
+
+    /// Leaves what was written down to another godwit.
+    pub(super) fn leave_to_another(&mut self) {
+        if let Some((place, _)) = &mut self.followed {
+            place.abandon();
+        }
     }
 
     /// Goes on with the session that was left.
     fn take_up_left(&mut self) -> Result<(), EngineError> {
         let path = self.options.follow_record.as_ref().ok_or(EngineError::Panicked("main"))?;
-        let place = self.followed.insert(Place::new(path));
-        let found = Record::find(place, self.vm.was_running(), (&self.ram, &[]))?;
+        let mut place = Place::new(path);
+        let found = Record::find(&mut place, self.vm.was_running(), (&self.ram, &[]))?;
         let record = found.ok_or_else(|| place.refused("it is not there"))?;
-        place.write(&record)?;
-        self.session.restore(&record)?;
+        let (place, record) = self.followed.insert((place, record));
+        place.write(record)?;
+        self.session.restore(record)?;
         self.session.takes_over();
-        self.agreed(record.common());
-        (self.leaves, self.restarts) = (true, record.restarts());
+        let (common, restarts) = (record.common(), record.restarts());
+        self.agreed(common);
+        (self.leaves, self.restarts) = (true, restarts);
         Ok(())
     }
 }

@@ -364,7 +364,7 @@ struct Source<'a> {
     record: Option<Place>,
     /// The same, when the guest runs at the destination and pages are missing there; or where that
     /// goes on for one that was killed.
-    followed: Option<Place>,
+    followed: Option<(Place, Record)>,
     /// What both sides have.
     common: Common,
     /// How many godwits have taken the migration up before.
@@ -515,7 +515,13 @@ impl Source<'_> {
                         state = State::InDoubt;
                         break;
                     }
-                    if serving::loses_guest(&error) || !matches!(stage, Stage::Serving(_)) {
+                    if serving::loses_guest(&error) {
+                        self.note(state, error);
+                        break;
+                    }
+                    if !matches!(stage, Stage::Serving(_)) {
+                        // Another one may do better.
+                        self.leave_to_another();
                         self.note(state, error);
                         break;
                     }
@@ -536,7 +542,7 @@ impl Source<'_> {
             }
         }
         if matches!(state, State::Handover | State::InDoubt) {
-            self.followed.iter_mut().for_each(Place::abandon);
+            self.leave_to_another();
         }
         self.ending.hear_last_words(&mut self.session);
         stage.end(&mut self);
@@ -681,6 +687,7 @@ impl Source<'_> {
             }
             (A::ServePages, _) => {
                 stage.begin_serving(self)?;
+                self.note_that_it_runs_there();
                 match stage {
                     S::Serving(serving) => serving.serve(self).map(Some),
                     _ => Err(EngineError::Panicked("main")),

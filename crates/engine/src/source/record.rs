@@ -39,6 +39,9 @@ pub(super) struct Record {
     disks: Vec<(String, u64)>,
     /// How many godwits have taken it up already.
     restarts: u8,
+    /// The guest is known to run at the destination.
+    #[serde(default)]
+    runs_there: bool,
 }
 
 impl Record {
@@ -73,7 +76,19 @@ impl Record {
             blocks: named(ram),
             disks: disks.to_vec(),
             restarts: 0,
+            runs_there: false,
         }
+    }
+
+    /// Whether the guest is known to run at the destination.
+    pub(super) fn runs_there(&self) -> bool {
+        self.runs_there
+    }
+
+    /// The same, once the guest is known to run at the destination.
+    pub(super) fn running_there(mut self) -> Self {
+        self.runs_there = true;
+        self
     }
 
     /// The same behind so many godwits that have taken it up.

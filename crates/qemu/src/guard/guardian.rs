@@ -17,6 +17,7 @@ use super::{DONE, READY, Stage};
 use crate::QemuError;
 use crate::destination;
 use crate::disks;
+use crate::left;
 use crate::libvirt::sweep_images;
 use crate::limits::Limits;
 use crate::machine::Machine;
@@ -232,7 +233,11 @@ fn undo_all(
     let stage = record.left().settled();
     let alone = record.left().started;
     let ended = match stage {
-        Stage::Stopping => bring_back(&mut machine, record.left().was_running, words)?,
+        Stage::Stopping => {
+            let ended = bring_back(&mut machine, record.left().was_running, words)?;
+            left::forget(machine.pid);
+            ended
+        }
         Stage::Waiting if record.left().started => {
             // Nobody else knows of it.
             destination::end(&mut machine)?;

@@ -43,7 +43,7 @@ use crate::machine::Machine;
 use crate::monitor::{BriefMonitor, DomainName, Handle, LibvirtMonitor, Qmp, QmpError};
 use crate::run_directory;
 use crate::{QemuError, clients};
-use record::{Record, at_work, in_work};
+use record::{Record, at_work, in_work, stage_at_work};
 
 /// The word of the command line that makes the program a guardian.
 pub const COMMAND: &str = "guard";
@@ -89,15 +89,28 @@ pub(crate) fn connect_briefly(path: &Path) -> Result<Machine, QemuError> {
 }
 
 /// Waits for the guardian of a godwit that was killed, if it is at work on the QEMU `pid`.
-pub(crate) fn await_guardian(pid: i32) -> Result<(), QemuError> {
+fn await_guardian(pid: i32) -> Result<(), QemuError> {
+    await_guardian_unless(pid, || false)
+}
+
+/// The same until `enough` is known.
+fn await_guardian_unless(pid: i32, enough: impl Fn() -> bool) -> Result<(), QemuError> {
     let until = Instant::now() + GUARDIAN_LIMIT;
-    while let Some(pid) = at_work(pid) {
+    while let Some(godwit) = at_work(pid).filter(|_| !enough()) {
         if Instant::now() >= until {
-            return Err(QemuError::OtherGuardian { pid });
+            return Err(QemuError::OtherGuardian { pid: godwit });
         }
         std::thread::sleep(Duration::from_millis(50));
     }
     Ok(())
+}
+
+/// How far the godwits had come that are gone, of the QEMU `pid`, once their guardians have done
+/// what changes that: one that is about to run the guest may wait for long.
+pub(crate) fn settled_stage(pid: i32) -> Result<Option<Stage>, QemuError> {
+    let starting = || stage_at_work(pid) == Some(Stage::Starting);
+    await_guardian_unless(pid, starting)?;
+    Ok(if starting() { Some(Stage::Starting) } else { stage_of(pid) })
 }
 
 /// The machine, once no other godwit is at work on it, whose guardian is waited for.

@@ -355,6 +355,14 @@ pub(crate) fn at_work(pid: i32) -> Option<u32> {
     owner(&guarded).filter(|mark| !mark.is_alive()).map(|mark| mark.pid)
 }
 
+/// How far the godwit had come that is gone and whose guardian is at work on the QEMU `pid`.
+pub(super) fn stage_at_work(pid: i32) -> Option<Stage> {
+    let end = end(pid);
+    let guarded = paths(|name| name.ends_with(&end)).into_iter().find(|path| is_guarded(path))?;
+    owner(&guarded).filter(|mark| !mark.is_alive())?;
+    Some(Record::open(&guarded).ok()??.left().settled())
+}
+
 /// The other godwit that lives and is at work on the QEMU `pid`, if there is one.
 pub(crate) fn in_work(pid: i32) -> Option<u32> {
     let end = end(pid);

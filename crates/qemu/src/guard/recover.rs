@@ -36,7 +36,9 @@ pub enum Known {
     InDoubt,
     /// It was handed over to this side, which was not told to run it: it is this side's.
     HandedOver,
-    /// The same, and perhaps without all of its pages, which are here.
+    /// The same; and if it runs there, it does so without all of its pages, which are here.
+    Leaves,
+    /// It runs at the destination without all of its pages, which are here.
     Follows,
     /// It runs here without all of its pages, which are at the source.
     Lacks,
@@ -63,7 +65,7 @@ impl Known {
     /// Whether an operator has to do something.
     #[must_use]
     pub fn is_unsettled(self) -> bool {
-        let missing = matches!(self, Self::Follows | Self::Lacks);
+        let missing = matches!(self, Self::Leaves | Self::Follows | Self::Lacks);
         missing || matches!(self, Self::Stopped | Self::InDoubt | Self::HandedOver)
     }
 
@@ -80,6 +82,7 @@ impl Known {
             Self::Stopped => "stopped",
             Self::InDoubt => "in-doubt",
             Self::HandedOver => "handed-over",
+            Self::Leaves => "leaves",
             Self::Follows => "follows",
             Self::Lacks => "lacks-pages",
             Self::Silent => "silent",
@@ -106,9 +109,12 @@ impl Known {
             Self::HandedOver => {
                 "the guest was handed over to this side and was not run yet: it is this side's"
             }
+            Self::Leaves => {
+                "IN DOUBT: the guest was leaving before all of its memory, and perhaps runs at the \
+                 destination, where it needs what is here"
+            }
             Self::Follows => {
-                "the guest left before all of its memory, which is here: it needs this side to run \
-                 there"
+                "the guest runs at the destination without all of its memory, which is here"
             }
             Self::Lacks => "the guest runs here, and memory of it is still at the source",
             Self::Silent => "the guest is stopped here, and no godwit has left word of it",
@@ -117,8 +123,8 @@ impl Known {
 
     fn lets_run(self, force: bool) -> bool {
         match self {
-            Self::Stopped | Self::InDoubt | Self::Follows | Self::HandedOver => true,
-            Self::Silent => force,
+            Self::Stopped | Self::InDoubt | Self::Leaves | Self::HandedOver => true,
+            Self::Silent | Self::Follows => force,
             Self::Runs | Self::Lacks | Self::NeverCame => false,
         }
     }
@@ -141,7 +147,11 @@ pub fn known_of(pid: i32, state: &str) -> Known {
 
 fn known(pid: i32, state: &str, stage: Option<Stage>) -> Known {
     match Known::judge(state, stage) {
-        Known::InDoubt if left::at_source(pid).is_some() => Known::Follows,
+        Known::InDoubt => match left::at_source(pid) {
+            Some(record) if left::ran_there(&record) => Known::Follows,
+            Some(_) => Known::Leaves,
+            None => Known::InDoubt,
+        },
         Known::Runs if left::lacks_pages(pid) => Known::Lacks,
         known => known,
     }
@@ -194,6 +204,7 @@ impl Recovery {
     }
 
     fn of(mut machine: Machine) -> Result<Self, QemuError> {
+        left::check_alone(machine.pid)?;
         let records = orphans(machine.pid);
         let state = machine.run_state()?;
         let known = known(machine.pid, &state, stage(&records));
@@ -233,7 +244,7 @@ impl Recovery {
             }
             known => {
                 let was_running = match known {
-                    Known::Stopped | Known::InDoubt | Known::Follows => {
+                    Known::Stopped | Known::InDoubt | Known::Leaves | Known::Follows => {
                         self.records.iter().all(|record| record.left().was_running)
                     }
                     _ => true,
@@ -243,6 +254,7 @@ impl Recovery {
                 let _ = announce(&mut *self.machine.qmp);
             }
         }
+        left::forget(self.machine.pid);
         for record in &mut self.records {
             record.note(|left| left.stage = Stage::Copying).map_err(super::unwritable)?;
             undo(&mut self.machine, record)?;
@@ -294,7 +306,8 @@ mod tests {
         assert!(!Known::NeverCame.lets_run(true));
         assert!(Known::Silent.lets_run(true) && !Known::Silent.lets_run(false));
         // Its pages are nowhere else; but where it never came it is this side's.
-        assert!(Known::Follows.lets_run(false) && !Known::Follows.lets_end(false));
+        assert!(Known::Leaves.lets_run(false) && !Known::Leaves.lets_end(false));
+        assert!(!Known::Follows.lets_run(false) && !Known::Follows.lets_end(false));
         assert!(!Known::Lacks.lets_run(true) && !Known::Lacks.lets_end(false));
         let lost = [Known::Runs, Known::Stopped, Known::HandedOver, Known::Silent];
         assert!(lost.iter().all(|known| !known.lets_end(false) && known.lets_end(true)));

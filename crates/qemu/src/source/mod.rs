@@ -189,15 +189,13 @@ impl QemuSource {
     }
 
     fn look(mut machine: Machine) -> Result<Self, QemuError> {
-        let left = left::at_source(machine.pid);
-        let left = match left.map(|left| (machine.run_state(), left)) {
-            // The guest was brought back.
-            Some((Ok(state), left)) if state == "running" => {
-                let _ = std::fs::remove_file(left);
+        let left = match left::at_source(machine.pid) {
+            // Another one had brought it back, and was killed then.
+            Some(_) if machine.run_state()? == "running" => {
+                left::forget(machine.pid);
                 None
             }
-            Some((state, left)) => state.map(|_| Some(left))?,
-            None => None,
+            left => left,
         };
         let examined = match &left {
             None => examine(&mut machine)?,
@@ -339,7 +337,11 @@ impl QemuSource {
 
     /// What others have left of this VM is undone, since it is known now who has the guest.
     fn clear_left(&mut self) -> Result<(), QemuError> {
-        self.left.take().map_or(Ok(()), |_| guard::clear(&mut self.machine))
+        if self.left.take().is_some() {
+            left::forget(self.machine.pid);
+            guard::clear(&mut self.machine)?;
+        }
+        Ok(())
     }
 
     /// Waits for the end of a QEMU whose guest has left, and says whether it came.
