@@ -221,7 +221,7 @@ bench-postcopy: guest qemu ## guests that leave before their memory, beside QEMU
 BENCH_PROOF ?=
 
 .PHONY: bench-proof
-bench-proof: guest qemu ## what --verify costs a guest of 12 GiB (ten minutes; 19 GiB of memory)
+bench-proof: guest qemu ## what --verify costs a guest of 12 GiB (fifteen minutes; 19 GiB of memory)
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin proof
 	@$(CARGO) run --quiet --release --package godwit-bench --bin proof -- $(BENCH_PROOF)
 

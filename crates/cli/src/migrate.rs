@@ -66,7 +66,7 @@ pub(crate) struct Arguments {
 
     /// Prove that all memory arrived. live: it is read back at the destination while the guest
     /// runs, compared before it may run there, and the source's is looked at once more behind that.
-    /// arrival: without that last look, which costs the source as much again. stopped: both sides
+    /// arrival: without that last look, which costs more than the rest. stopped: both sides
     /// read all of it while the guest is stopped
     #[arg(
         long,

@@ -28,7 +28,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::ops::{ControlFlow, Range};
 use std::os::fd::{AsFd, BorrowedFd, RawFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -46,8 +46,8 @@ use crate::uapi::{self, Message};
 
 /// Discarded by one system call of the process, which takes its time.
 const DISCARDED_AT_ONCE: u64 = 256 << 20;
-/// Placed without a look at what was discarded meanwhile.
-const PLACED_AT_ONCE: u64 = 64;
+/// Placed without a look at what was discarded meanwhile, and while whoever asks for a page waits.
+const PLACED_AT_ONCE: u64 = 16;
 /// How often messages are read when nothing is awaited any more.
 const READ_EVERY: Duration = Duration::from_millis(1);
 /// How long the kernel may refuse to place pages because mappings change.
@@ -91,6 +91,9 @@ pub struct MissingPages {
     /// Wakes who waits for faults when another thread has taken messages.
     bell: OwnedFd,
     state: Mutex<State>,
+    /// How many threads want the state for what somebody waits for: those that place many pages let
+    /// them go first. A mutex by itself is had again by whoever has just let go of it.
+    urgent: AtomicUsize,
 }
 
 /// What is known of the pages.
@@ -220,7 +223,8 @@ impl MissingPages {
         let asked = awaited.iter().map(|pages| DirtyBitmap::new(pages.len())).collect();
         let (faults, measures) = (VecDeque::new(), MissingMeasures::default());
         let state = Mutex::new(State { awaited, asked, faults, measures });
-        Ok(Self { pid, approach, attachment, number, blocks, ranges, bell, state })
+        let urgent = AtomicUsize::new(0);
+        Ok(Self { pid, approach, attachment, number, blocks, ranges, bell, state, urgent })
     }
 
     /// Lets accesses wait, and makes sure that none came before.
@@ -291,7 +295,7 @@ impl MissingPages {
 
     /// Reports what is there already; whether that was anything.
     fn take_faults(&self, found: &mut dyn FnMut(usize, PageIndex)) -> Result<bool, TrackError> {
-        let mut state = self.state();
+        let mut state = self.urgent_state();
         self.read(&mut state)?;
         let faults = std::mem::take(&mut state.faults);
         // Whoever is told may want to place pages at once.
@@ -381,7 +385,8 @@ impl MissingPages {
         while at < pages.end() {
             // Looked at and filled under one lock: what is told of as discarded in between would
             // be filled with what it was before.
-            let mut state = self.state();
+            let mut state =
+                if pages.count.0 == 1 { self.urgent_state() } else { self.state_in_turn() };
             let end = pages.end().0.min(at.0 + PLACED_AT_ONCE);
             let part = PageRun::new(at.0, end - at.0);
             let wanted = state.awaited.get(block).and_then(|awaited| {
@@ -527,6 +532,22 @@ impl MissingPages {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The state, for what somebody waits for.
+    fn urgent_state(&self) -> MutexGuard<'_, State> {
+        self.urgent.fetch_add(1, Ordering::SeqCst);
+        let state = self.state();
+        self.urgent.fetch_sub(1, Ordering::SeqCst);
+        state
+    }
+
+    /// The state, for what nobody waits for.
+    fn state_in_turn(&self) -> MutexGuard<'_, State> {
+        while self.urgent.load(Ordering::SeqCst) > 0 {
+            std::thread::yield_now();
+        }
+        self.state()
     }
 
     fn failed(&self, source: io::Error) -> TrackError {

@@ -458,7 +458,7 @@ enum Stage {
     /// The offer fits; disks are open.
     Offered(Accepted),
     /// Pages are placed.
-    Receiving(Lanes),
+    Receiving(Box<Lanes>),
     /// Nothing is held, not yet or not any more.
     #[default]
     Nothing,
@@ -532,11 +532,11 @@ impl Destination<'_> {
             First::Back(back, lanes, record) => {
                 (self.runs, self.measures.verified) = (record.running, record.verified);
                 self.back = Some(back);
-                stage = Stage::Receiving(*lanes);
+                stage = Stage::Receiving(lanes);
                 Input::Returned
             }
             First::Follow(lanes) => {
-                stage = Stage::Receiving(*lanes);
+                stage = Stage::Receiving(lanes);
                 Input::Follow
             }
         };
@@ -780,7 +780,7 @@ impl Destination<'_> {
             self.session.say(&accept(&self.session, self.options, &offered.offer))?;
             let made_up = MadeUp::of(self.options);
             let lanes = Lanes::accept(&self.session, &self.ram, offered, made_up, self.notice)?;
-            *stage = Stage::Receiving(lanes);
+            *stage = Stage::Receiving(Box::new(lanes));
         }
         Ok(())
     }

@@ -30,6 +30,7 @@ use super::history::SentOf;
 use super::lanes::Lanes;
 use super::meter::{Part, Totals};
 use super::outage::Outage;
+use super::post_copy::with_post_copy;
 use super::segment_table::{ARMING, SegmentTable};
 use super::session::Event;
 use super::setup::Setup;
@@ -568,6 +569,9 @@ impl Copying {
         let now = (stage, round, round_ended);
         let mut progress = self.convergence.progress(now, &source.meter, &self.disks, &self.lanes);
         progress.severed = self.outage().map(Outage::shown);
+        let left = (progress.remaining, progress.bandwidth);
+        progress.advice =
+            progress.advice.map(|advice| with_post_copy(advice, source.may_leave, left));
         source.handle.report(&progress);
         (source.progress)(&progress);
     }

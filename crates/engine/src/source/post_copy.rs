@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use godwit_policy::Decision;
 use godwit_protocol::source::LastPages;
+use godwit_units::{ByteCount, Rate, format_duration};
 use godwit_wire::{Feature, Features};
 
 use super::{Source, Verify};
@@ -62,6 +63,23 @@ impl FromStr for PostCopy {
             (_, Some(rounds)) => Ok(Self::After(rounds)),
             _ => Err(format!("{text:?}: it must be never, on-timeout, now, or after and a count")),
         }
+    }
+}
+
+/// `advice` for a guest that does not come to an end, with what post-copy would be like and would
+/// risk, where it is `possible`: what remains follows by this bandwidth.
+pub(super) fn with_post_copy(
+    advice: String,
+    possible: bool,
+    (remaining, bandwidth): (ByteCount, Option<Rate>),
+) -> String {
+    match bandwidth.and_then(|bandwidth| bandwidth.time_for(remaining)) {
+        Some(time) if possible => format!(
+            "{advice}; or have it leave first (godwit switchover --postcopy): {remaining} of its \
+             memory would follow within {}, and it is lost if one of both hosts ends meanwhile",
+            format_duration(time)
+        ),
+        _ => advice,
     }
 }
 
@@ -122,6 +140,23 @@ impl Source<'_> {
             LastPages::Left
         } else {
             LastPages::sent(self.options.verify != Verify::No)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn advice_tells_of_post_copy_where_that_can_be() {
+        let left = (ByteCount(256 << 20), Some(Rate::from_bytes_per_second(128.0 * 1_048_576.0)));
+        let told = with_post_copy("quieten it".to_owned(), true, left);
+        assert!(told.starts_with("quieten it; or have it leave first"), "{told}");
+        assert!(told.contains("256MiB of its memory would follow within 2s"), "{told}");
+        for (possible, bandwidth) in [(false, left.1), (true, None)] {
+            let told = with_post_copy("quieten it".to_owned(), possible, (left.0, bandwidth));
+            assert_eq!(told, "quieten it");
         }
     }
 }

@@ -47,6 +47,8 @@ const READ: u64 = 16;
 /// Messages of the destination that ask for pages and wait to be answered; while there are more, it
 /// is not read.
 const WANTED_AT_ONCE: usize = 64;
+/// How often whoever waits for wishes looks whether it is over: the command waits for that.
+const LOOK: Duration = Duration::from_millis(5);
 /// Between two attempts to connect again, at the most: nobody gives up, so it may go on for hours.
 const SLOWEST_RETRY: Duration = Duration::from_secs(1);
 
@@ -416,7 +418,7 @@ fn answer(
     (stop, asked): (&AtomicBool, &AtomicU64),
 ) -> Result<(), EngineError> {
     while !stop.load(Ordering::Relaxed) {
-        let (block, pages) = match wanted.recv_timeout(limits::TICK) {
+        let (block, pages) = match wanted.recv_timeout(LOOK) {
             Ok(wanted) => wanted,
             Err(RecvTimeoutError::Timeout) => continue,
             Err(RecvTimeoutError::Disconnected) => break,

@@ -182,8 +182,15 @@ impl QemuSource {
     /// The same, and what Proxmox has against it.
     pub fn open_proxmox(id: &str) -> Result<Self, QemuError> {
         kernel_support()?;
-        let vm = ProxmoxVm::open(id)?;
+        let vm = ProxmoxVm::open(id).or_else(|error| {
+            // One whose guest left before all of its memory is locked, by godwit.
+            let vm = ProxmoxVm::named(id)?;
+            let machine = guard::connect_briefly(&vm.monitor());
+            let is_left = machine.is_ok_and(|machine| left::at_source(machine.pid).is_some());
+            if is_left { Ok(vm) } else { Err(error) }
+        })?;
         let mut source = Self::look(guard::connect_briefly(&vm.monitor())?)?;
+        source.locked = source.left.is_some();
         source.proxmox = Some(vm);
         Ok(source)
     }
