@@ -112,7 +112,8 @@ fn idle(options: &[&str]) -> Result<f64, Problem> {
     let own = std::env::current_exe()?;
     let beside = own.ancestors().nth(2).ok_or("no directory")?.join("godwit-stamp");
     let mut command = Command::new(&beside);
-    command.args(["run", "--json", "--for", "15s"]).args(options).stdout(Stdio::null());
+    command.args(["run", "--json", "--for", "15s"]).args(options);
+    command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = command.spawn()?;
     std::thread::sleep(BEGUN);
     let (since, before) = (Instant::now(), of_threads(child.id()));
