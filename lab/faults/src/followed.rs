@@ -121,7 +121,9 @@ impl Move<'_> {
     }
 
     fn is_over(&mut self) -> anyhow::Result<bool> {
-        Ok(!self.pair.source.is_alive() || self.migrate.as_ref().is_none_or(Running::has_ended))
+        // One that was killed may have left something to do.
+        let ended = self.migrate.as_ref().is_some_and(Running::has_ended);
+        Ok(ended || self.known()? == "runs" || !self.pair.source.is_alive())
     }
 
     fn strike(&mut self, fault: Fault) -> anyhow::Result<()> {
@@ -200,7 +202,11 @@ impl Move<'_> {
             return self.stayed();
         }
         let words = self.words();
-        let migrate = self.migrate.take().context("nobody moves it any more")?.wait(LIMIT)?;
+        let Some(migrate) = self.migrate.take() else {
+            // It was killed when its work was done: its QEMU has ended, and nobody else ends that.
+            return self.arrived().context(words);
+        };
+        let migrate = migrate.wait(LIMIT)?;
         let receive = self.receive.take().context("nobody fetches it any more")?.wait(LIMIT)?;
         let told = || format!("{words}; {} {}", migrate.last(), receive.last());
         ensure!(migrate.status.success() && receive.status.success(), "{}", told());
@@ -212,6 +218,22 @@ impl Move<'_> {
             ensure!(target.as_os_str() != "anon_inode:[userfaultfd]", "a userfaultfd is left");
         }
         await_quit(&mut self.pair.source)?;
+        self.counts.moves += 1;
+        Ok(self.counts)
+    }
+
+    /// The source has ended, and `migrate` was killed just then.
+    fn arrived(mut self) -> anyhow::Result<Counts> {
+        ensure!(!self.pair.source.is_alive(), "nobody sends what is missing");
+        // It is there for two minutes for a source that does not know that it is over.
+        let receive = self.receive.take().context("nobody fetches it any more")?;
+        let receive = receive.wait(LIMIT * 2)?;
+        ensure!(receive.status.success(), "{}", receive.last());
+        ensure!(!self.lacks(), "a record is left");
+        let there = &mut self.pair.destination;
+        ensure!(there.status()? == "running", "the guest does not run at the destination");
+        there.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+        ensure!(there.bugs().is_empty(), "{:?}", there.bugs());
         self.counts.moves += 1;
         Ok(self.counts)
     }
