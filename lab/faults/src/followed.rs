@@ -123,7 +123,9 @@ impl Move<'_> {
     fn is_over(&mut self) -> anyhow::Result<bool> {
         // One that was killed may have left something to do.
         let ended = self.migrate.as_ref().is_some_and(Running::has_ended);
-        Ok(ended || self.known()? == "runs" || !self.pair.source.is_alive())
+        // `recover` waits for the monitor, so it is asked only where nobody is at work.
+        let stayed = self.migrate.is_none() && self.known()? == "runs";
+        Ok(ended || stayed || !self.pair.source.is_alive())
     }
 
     fn strike(&mut self, fault: Fault) -> anyhow::Result<()> {
@@ -207,7 +209,7 @@ impl Move<'_> {
             return self.arrived().context(words);
         };
         let migrate = migrate.wait(LIMIT)?;
-        let receive = self.receive.take().context("nobody fetches it any more")?.wait(LIMIT)?;
+        let receive = self.receive.take().context("nobody fetches it any more")?.wait(LIMIT * 2)?;
         let told = || format!("{words}; {} {}", migrate.last(), receive.last());
         ensure!(migrate.status.success() && receive.status.success(), "{}", told());
         check_moved(self.pair, &migrate).with_context(told)?;
