@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use godwit_e2e::{
     LIMIT, Pair, await_copying, await_quit, check_moved, check_refused, check_untouched,
+    ends_with_its_guardian,
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
@@ -209,6 +210,28 @@ fn whoever_is_killed_meanwhile_is_followed_by_another() -> anyhow::Result<()> {
         ensure!(receive.status.success(), "{} {}", receive.last(), receive.errors);
         check_whole(&mut pair, &migrate).with_context(|| build.to_string())?;
         ensure!(records(&pair) == 0, "a record is left");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_that_was_handed_over_and_not_run_is_run_by_who_follows() -> anyhow::Result<()> {
+    // Mutation: who runs it is kept from that by who fetches its pages, which is itself.
+    for build in builds_for("a_guest_that_was_handed_over_and_not_run_is_run_by_who_follows") {
+        let mut pair = Pair::start(&config(&build, Mode::Rate))?;
+        let (receive, address) =
+            pair.godwit.receive(&pair.destination, &["--fault", "kill-before-run"])?;
+        let options = [SLOW, &["--postcopy", "now"]].concat();
+        let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+        // Nobody is left who would run it.
+        drop(ends_with_its_guardian(&pair.destination, receive)?);
+        ensure!(known(&pair, &pair.destination)? == ("handed-over".to_owned(), true));
+        let (receive, _) = pair.godwit.receive_on(&address, &pair.destination, &[])?;
+        pair.destination.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+        ensure!(!migrate.has_ended(), "it stood still until all of its memory was there");
+        let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+        ensure!(receive.status.success(), "{} {}", receive.last(), receive.errors);
+        check_whole(&mut pair, &migrate).with_context(|| build.to_string())?;
     }
     Ok(())
 }

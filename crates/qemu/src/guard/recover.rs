@@ -203,8 +203,18 @@ impl Recovery {
         Self::of(connect_briefly(&ProxmoxVm::named(id)?.monitor())?)
     }
 
-    fn of(mut machine: Machine) -> Result<Self, QemuError> {
+    /// The QEMU behind the monitor at `path`, for who goes on with what was left of it: nobody else
+    /// is at work on that.
+    pub(crate) fn beside(path: &Path) -> Result<Self, QemuError> {
+        Self::look(connect(path)?)
+    }
+
+    fn of(machine: Machine) -> Result<Self, QemuError> {
         left::check_alone(machine.pid)?;
+        Self::look(machine)
+    }
+
+    fn look(mut machine: Machine) -> Result<Self, QemuError> {
         let records = orphans(machine.pid);
         let state = machine.run_state()?;
         let known = known(machine.pid, &state, stage(&records));
