@@ -18,7 +18,8 @@ use godwit_engine::vm::{ArrivingPages, DestinationVm, PostCopyDestination, RunEr
 use godwit_memory::{Place, RamBlock};
 use godwit_track::{Approach, MissingMeasures, MissingPages, has_userfaultfd};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::guard::{Recovery, Stage, settled_stage, stage_of};
 use crate::mark::{LACKS, LEFT, record_in, records, start_time};
@@ -62,21 +63,22 @@ pub(crate) fn at_source(pid: i32) -> Option<PathBuf> {
 /// Whether the guest of the QEMU `pid` is known to have come to run at the destination, by the
 /// `record` that was left of it.
 pub(crate) fn ran_there(record: &Path) -> bool {
+    read(record)["runs_there"] == true
+}
+
+/// What stands in a record; null where it cannot be read.
+fn read(record: &Path) -> Value {
     let text = std::fs::read_to_string(record).unwrap_or_default();
-    let value: Value = serde_json::from_str(&text).unwrap_or_default();
-    value["runs_there"] == true
+    serde_json::from_str(&text).unwrap_or_default()
 }
 
 /// Whether pages of the guest of the QEMU `pid` are missing.
 pub(crate) fn lacks_pages(pid: i32) -> bool {
     let Some(record) = found(pid, LACKS) else { return false };
-    let text = std::fs::read_to_string(record).unwrap_or_default();
-    let value: Value = serde_json::from_str(&text).unwrap_or_default();
-    let words = value["machine"].as_str().unwrap_or_default();
-    let machine: Value = serde_json::from_str(words).unwrap_or_default();
-    let number = machine["userfaultfd"].as_i64().and_then(|it| i32::try_from(it).ok());
+    let record = read(&record);
+    let written = serde_json::from_str(record["machine"].as_str().unwrap_or_default());
     // It is closed when the last page has come, and not before.
-    number.is_some_and(|number| has_userfaultfd(pid, number))
+    written.is_ok_and(|written: Written| has_userfaultfd(pid, written.userfaultfd))
 }
 
 /// Refuses where another godwit goes on with what was left of the QEMU `pid`.
@@ -100,19 +102,37 @@ pub(crate) fn forget(pid: i32) {
     }
 }
 
+/// What is written down of a destination.
+#[derive(Serialize, Deserialize)]
+struct Written {
+    pid: i32,
+    /// When that process was started.
+    started: Option<u64>,
+    /// The number of its descriptor that is godwit's userfaultfd.
+    userfaultfd: i32,
+    blocks: Vec<Block>,
+}
+
+/// A RAM block, which is the process's own.
+#[derive(Serialize, Deserialize)]
+struct Block {
+    name: String,
+    bytes: u64,
+    address: u64,
+}
+
 /// What [`LeftDestination::open`] reads: where process `pid` has `ram`, which is its own, and
 /// the number of its userfaultfd.
-pub(crate) fn words(pid: i32, number: i32, ram: &[RamBlock]) -> String {
-    let block = |block: &RamBlock| {
-        let address = match block.place() {
-            Ok(Place::Process { address, .. }) => Some(address),
-            _ => None,
-        };
-        json!({ "name": block.name(), "bytes": block.pages().bytes().0, "address": address })
+pub(crate) fn words(pid: i32, userfaultfd: i32, ram: &[RamBlock]) -> String {
+    let block = |block: &RamBlock| match block.place() {
+        Ok(Place::Process { address, .. }) => {
+            Some(Block { name: block.name().to_owned(), bytes: block.pages().bytes().0, address })
+        }
+        _ => None,
     };
-    let blocks: Vec<Value> = ram.iter().map(block).collect();
+    let blocks = ram.iter().filter_map(block).collect();
     let started = start_time(pid.unsigned_abs());
-    json!({ "pid": pid, "started": started, "userfaultfd": number, "blocks": blocks }).to_string()
+    serde_json::to_string(&Written { pid, started, userfaultfd, blocks }).unwrap_or_default()
 }
 
 /// A QEMU in which the guest runs, or is about to, and pages of it are missing.
@@ -197,26 +217,19 @@ impl LeftDestination {
     /// # Errors
     /// When it has ended, or its memory cannot be reached.
     pub fn open(words: &str) -> Result<Self, QemuError> {
-        let unread = QemuError::NotFollowed { why: "what was written down of it makes no sense" };
-        let value: Value = serde_json::from_str(words).unwrap_or_default();
-        let number = |name: &str| value[name].as_i64().and_then(|it| i32::try_from(it).ok());
-        let block = |block: &Value| {
-            let name = block["name"].as_str()?.to_owned();
-            Some((name, ByteCount(block["bytes"].as_u64()?), block["address"].as_u64()?))
-        };
-        let blocks = value["blocks"].as_array().map(|all| all.iter().map(block).collect());
-        let (Some(pid), Some(descriptor), Some(Some(blocks))) =
-            (number("pid"), number("userfaultfd"), blocks)
-        else {
-            return Err(unread);
-        };
+        let Written { pid, started, userfaultfd: number, blocks } = serde_json::from_str(words)
+            .map_err(|_| QemuError::NotFollowed {
+                why: "what was written down of it makes no sense",
+            })?;
         let process = Process::open(pid)
             .map_err(|source| QemuError::System { step: "pidfd_open", source })?;
-        if start_time(pid.unsigned_abs()) != value["started"].as_u64() {
+        if start_time(pid.unsigned_abs()) != started {
             return Err(QemuError::NotFollowed { why: "that QEMU has ended" });
         }
+        let place = |block: Block| (block.name, ByteCount(block.bytes), block.address);
+        let blocks = blocks.into_iter().map(place).collect();
         let ram = Arc::new(ram::blocks_at(pid, blocks)?);
-        Ok(Self { pid, process, number: descriptor, ram })
+        Ok(Self { pid, process, number, ram })
     }
 
     /// The QEMU process.

@@ -5,6 +5,7 @@
 //! other things makes them little worse. The figures are in `target/bench/stamp.json`.
 
 use std::hint::black_box;
+use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
@@ -82,10 +83,15 @@ fn of_children() -> Result<f64, Problem> {
     Ok((ticks(13)? + ticks(14)?) / TICKS)
 }
 
+/// The program, which was built beside this one.
+fn beside() -> Result<PathBuf, Problem> {
+    let own = std::env::current_exe()?;
+    Ok(own.ancestors().nth(2).ok_or("no directory")?.join("godwit-stamp"))
+}
+
 /// Runs the program with `options`: processor time, and what it says of itself.
 fn program(options: &[&str]) -> Result<(f64, Value), Problem> {
-    let own = std::env::current_exe()?;
-    let beside = own.ancestors().nth(2).ok_or("no directory")?.join("godwit-stamp");
+    let beside = beside()?;
     let before = of_children()?;
     let output = Command::new(&beside).args(["run", "--json"]).args(options).output()?;
     if !output.status.success() {
@@ -109,8 +115,7 @@ fn of_threads(pid: u32) -> Result<f64, Problem> {
 /// The share of a processor that the program takes with `options`, once it has begun: what the
 /// beginning costs differs by more than this from one run to the next.
 fn idle(options: &[&str]) -> Result<f64, Problem> {
-    let own = std::env::current_exe()?;
-    let beside = own.ancestors().nth(2).ok_or("no directory")?.join("godwit-stamp");
+    let beside = beside()?;
     let mut command = Command::new(&beside);
     command.args(["run", "--json", "--for", "15s"]).args(options);
     command.stdout(Stdio::null()).stderr(Stdio::null());

@@ -15,7 +15,7 @@ use godwit_wire::{Feature, MISSING_LIMIT, Message};
 use super::arriving::Fetching;
 use super::channel::PEER;
 use super::lanes::Lanes;
-use super::left::Left;
+use super::left::{Left, runs_of};
 use super::record::Record;
 use super::session::{Found, out_of_place};
 use super::{Destination, Notice, Stage};
@@ -53,13 +53,14 @@ impl Destination<'_> {
         lanes.add_urgent(&self.session, self.notice)?;
         let vm = self.vm.post_copy().ok_or(EngineError::Panicked("main"))?;
         let missing = list.into_missing();
-        let pages = vm.await_pages(missing.clone()).map_err(EngineError::Vm)?;
+        let runs = runs_of(&missing);
+        let pages = vm.await_pages(missing).map_err(EngineError::Vm)?;
         let kept = vm.kept();
         self.begin_to_fetch(lanes, pages)?;
         if let (Some(kept), Some(record)) = (kept, self.known_by(lanes)) {
             // The connections that there are come from this attempt: no earlier one counts.
             let record = Record { attempt: lanes.placed().0, ..record };
-            self.followed = Some(Left::write(kept, record, &missing)?);
+            self.followed = Some(Left::write(kept, record, runs)?);
         }
         Ok(())
     }

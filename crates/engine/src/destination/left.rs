@@ -46,8 +46,20 @@ pub(super) struct Written {
     pub(super) record: Record,
     /// What the machine wants to know again.
     machine: String,
-    /// First page and number of each run that was missing, by RAM block in our order.
-    missing: Vec<Vec<(u64, u64)>>,
+    missing: Runs,
+}
+
+/// First page and number of each run that was missing, by RAM block in our order.
+type Runs = Vec<Vec<(u64, u64)>>;
+
+/// The runs of what is `missing`.
+pub(super) fn runs_of(missing: &[DirtyBitmap]) -> Runs {
+    let of_block = |pages: &DirtyBitmap| {
+        let mut runs = Vec::new();
+        pages.for_each_run(|run| runs.push((run.start.0, run.count.0)));
+        runs
+    };
+    missing.iter().map(of_block).collect()
 }
 
 impl Left {
@@ -84,14 +96,8 @@ impl Left {
     pub(super) fn write(
         Kept { record: path, machine }: Kept,
         record: Record,
-        missing: &[DirtyBitmap],
+        missing: Runs,
     ) -> Result<Self, EngineError> {
-        let of_block = |pages: &DirtyBitmap| {
-            let mut runs = Vec::new();
-            pages.for_each_run(|run| runs.push((run.start.0, run.count.0)));
-            runs
-        };
-        let missing = missing.iter().map(of_block).collect();
         let written = Written { record, machine, missing };
         let mut place = Place::new(&path);
         place.write(&written)?;

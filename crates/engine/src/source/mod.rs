@@ -510,19 +510,19 @@ impl Source<'_> {
                 Ok(next) => input = next,
                 Err(error) if matches!(state, State::Serving | State::SeveredServing) => {
                     let error = self.explained(error);
-                    if matches!(&stage, Stage::Serving(serving) if serving.gives_up(&self)) {
+                    let (serves, gives_up) = match &stage {
+                        Stage::Serving(serving) => (true, serving.gives_up(&self)),
+                        _ => (false, false),
+                    };
+                    let lost = serving::loses_guest(&error);
+                    if gives_up || lost || !serves {
                         self.note(state, error);
-                        state = State::InDoubt;
-                        break;
-                    }
-                    if serving::loses_guest(&error) {
-                        self.note(state, error);
-                        break;
-                    }
-                    if !matches!(stage, Stage::Serving(_)) {
-                        // Another one may do better.
-                        self.leave_to_another();
-                        self.note(state, error);
+                        if gives_up {
+                            state = State::InDoubt;
+                        } else if !lost {
+                            // Another one may do better.
+                            self.leave_to_another();
+                        }
                         break;
                     }
                     self.loss = Some(error);
