@@ -151,6 +151,43 @@ pub fn await_process_alone(pid: i32) -> anyhow::Result<()> {
     }
 }
 
+/// What `godwit recover` knows of the VM of this name, and whether an operator has to do something.
+///
+/// # Errors
+/// What it complained of, where it knows nothing.
+pub fn recover_knows(godwit: &Godwit, vm: &str) -> anyhow::Result<(String, bool)> {
+    let output = godwit.run(&["recover", "--vm", vm, "--json"])?;
+    let said: Value = serde_json::from_slice(&output.stdout)
+        .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+    let known = said["known"].as_str().context("nothing is known")?;
+    Ok((known.to_owned(), output.status.code() == Some(3)))
+}
+
+/// The files by which another godwit goes on with a guest that runs before all of its memory is
+/// there: at the source, and at the destination.
+#[must_use]
+pub fn follow_records(pair: &Pair) -> [usize; 2] {
+    [(pair.source.pid(), "-left"), (pair.destination.pid(), "-lacks")].map(|(pid, end)| {
+        let names = std::fs::read_dir("/run/godwit").into_iter().flatten().flatten();
+        let ours = |name: &str| {
+            name.starts_with(&format!("qemu-{pid}-")) && name.ends_with(&format!("{end}.json"))
+        };
+        names.filter(|it| it.file_name().to_str().is_some_and(ours)).count()
+    })
+}
+
+/// Checks that no userfaultfd is left in the QEMU `pid`.
+///
+/// # Errors
+/// When one is.
+pub fn check_no_userfaultfd(pid: i32) -> anyhow::Result<()> {
+    for descriptor in std::fs::read_dir(format!("/proc/{pid}/fd"))?.flatten() {
+        let Ok(target) = std::fs::read_link(descriptor.path()) else { continue };
+        ensure!(target.as_os_str() != "anon_inode:[userfaultfd]", "a userfaultfd is left");
+    }
+    Ok(())
+}
+
 /// The guardian of the godwit that is at work on `vm`.
 ///
 /// # Errors

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{
-    LIMIT, Pair, await_copying, await_quit, check_moved, check_refused, check_untouched,
-    ends_with_its_guardian,
+    LIMIT, Pair, await_copying, await_quit, check_moved, check_no_userfaultfd, check_refused,
+    check_untouched, ends_with_its_guardian, follow_records, recover_knows,
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
@@ -60,11 +60,7 @@ fn check_whole(pair: &mut Pair, migrate: &Ended) -> anyhow::Result<()> {
 
 /// Nothing of godwit's is left in QEMU, and the source has ended.
 fn check_clean(pair: &mut Pair) -> anyhow::Result<()> {
-    let descriptors = format!("/proc/{}/fd", pair.destination.pid());
-    for descriptor in std::fs::read_dir(descriptors)?.flatten() {
-        let Ok(target) = std::fs::read_link(descriptor.path()) else { continue };
-        ensure!(target.as_os_str() != "anon_inode:[userfaultfd]", "a userfaultfd is left");
-    }
+    check_no_userfaultfd(pair.destination.pid())?;
     ensure!(pair.destination.errors() == "", "{}", pair.destination.errors());
     await_quit(&mut pair.source)
 }
@@ -138,21 +134,7 @@ fn a_link_that_is_cut_meanwhile_is_waited_for() -> anyhow::Result<()> {
 
 /// What `godwit recover` knows of a VM, and whether an operator has to do something.
 fn known(pair: &Pair, vm: &dyn Movable) -> anyhow::Result<(String, bool)> {
-    let output = pair.godwit.run(&["recover", "--vm", &vm.vm_name(), "--json"])?;
-    let value: Value = serde_json::from_slice(&output.stdout)
-        .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
-    let known = value["known"].as_str().context("nothing is known")?;
-    Ok((known.to_owned(), output.status.code() == Some(3)))
-}
-
-/// What another godwit needs is there, of one side or the other.
-fn records(pair: &Pair) -> usize {
-    let of = [(pair.source.pid(), "-left"), (pair.destination.pid(), "-lacks")];
-    let names = std::fs::read_dir("/run/godwit").into_iter().flatten().flatten();
-    let ours = |name: &str| {
-        of.iter().any(|(pid, end)| name.starts_with(&format!("qemu-{pid}-")) && name.contains(end))
-    };
-    names.filter(|it| it.file_name().to_str().is_some_and(ours)).count()
+    recover_knows(&pair.godwit, &vm.vm_name())
 }
 
 #[test]
@@ -167,7 +149,7 @@ fn whoever_is_killed_meanwhile_is_followed_by_another() -> anyhow::Result<()> {
         let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
         let follows = |line: &Value| line["stage"] == "post-copy";
         migrate.wait_for("the guest to run there", LIMIT, follows)?;
-        ensure!(records(&pair) == 2, "not a record of each side");
+        ensure!(follow_records(&pair) == [1, 1], "not a record of each side");
 
         receive.signal(Signal::KILL)?;
         drop(receive.wait(LIMIT)?);
@@ -196,7 +178,7 @@ fn whoever_is_killed_meanwhile_is_followed_by_another() -> anyhow::Result<()> {
             side.signal(Signal::KILL)?;
         }
         drop((migrate.wait(LIMIT)?, receive.wait(LIMIT)?));
-        ensure!(records(&pair) == 2, "a record is gone");
+        ensure!(follow_records(&pair) == [1, 1], "a record is gone");
         ensure!(known(&pair, &pair.destination)? == ("lacks-pages".to_owned(), true));
         let here = ["recover", "--vm", &pair.source.vm_name(), "--guest", "here"];
         ensure!(!pair.godwit.run(&here)?.status.success(), "the guest runs elsewhere");
@@ -209,7 +191,7 @@ fn whoever_is_killed_meanwhile_is_followed_by_another() -> anyhow::Result<()> {
         ensure!(migrate.status.success(), "{} {}", migrate.last(), migrate.errors);
         ensure!(receive.status.success(), "{} {}", receive.last(), receive.errors);
         check_whole(&mut pair, &migrate).with_context(|| build.to_string())?;
-        ensure!(records(&pair) == 0, "a record is left");
+        ensure!(follow_records(&pair) == [0, 0], "a record is left");
     }
     Ok(())
 }
@@ -259,7 +241,7 @@ fn who_follows_may_leave_off_until_the_other_side_is_there() -> anyhow::Result<(
     receive.signal(Signal::INT)?;
     let ended = receive.wait(LIMIT)?;
     ensure!(ended.status.code() == Some(3), "{} {}", ended.last(), ended.errors);
-    ensure!(records(&pair) == 2, "a record is gone");
+    ensure!(follow_records(&pair) == [1, 1], "a record is gone");
 
     let (receive, _) = pair.godwit.receive_on(&address, &pair.destination, &[])?;
     let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;

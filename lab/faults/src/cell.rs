@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use fastrand::Rng;
+use godwit_e2e::recover_knows;
 use godwit_testbed::{Harm, MemoryGroup, Proxy, Running};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -329,14 +330,11 @@ fn known(rig: &mut dyn Rig, side: Side) -> anyhow::Result<String> {
         };
         return Ok(word.to_owned());
     }
-    let output = rig.godwit().run(&["recover", "--vm", &rig.vm(side), "--json"])?;
-    // A domain that never was, or has ended, is nobody's to tell of.
-    if !output.status.success() && rig.state(side) == State::Gone {
-        return Ok("gone".to_owned());
+    match recover_knows(rig.godwit(), &rig.vm(side)) {
+        // A domain that never was, or has ended, is nobody's to tell of.
+        Err(_) if rig.state(side) == State::Gone => Ok("gone".to_owned()),
+        knows => knows.map(|(known, _)| known),
     }
-    let said: Value = serde_json::from_slice(&output.stdout)
-        .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
-    Ok(said["known"].as_str().unwrap_or_default().to_owned())
 }
 
 fn recover(rig: &dyn Rig, side: Side, guest: &str, typed: &mut Vec<String>) -> anyhow::Result<()> {

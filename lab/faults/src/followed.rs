@@ -9,10 +9,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use fastrand::Rng;
-use godwit_e2e::{LIMIT, Pair, await_quit, check_moved, check_untouched, guardian_of};
-use godwit_testbed::{Link, Movable, Running, TestVm, VmConfig};
+use godwit_e2e::{
+    LIMIT, Pair, await_quit, check_moved, check_no_userfaultfd, check_untouched, follow_records,
+    guardian_of, recover_knows,
+};
+use godwit_testbed::{Link, Movable, Running, VmConfig};
 use rustix::process::Signal;
-use serde_json::Value;
 
 /// So slow that the memory of a small guest takes a few seconds.
 const SLOW: [&str; 7] =
@@ -103,8 +105,7 @@ pub fn run(config: &VmConfig, faults: &[Fault], rng: &mut Rng) -> anyhow::Result
         }
         one.strike(*fault)?;
     }
-    let counts = one.settle()?;
-    Ok(counts)
+    one.settle()
 }
 
 fn options() -> Vec<&'static str> {
@@ -114,10 +115,7 @@ fn options() -> Vec<&'static str> {
 impl Move<'_> {
     /// Whether pages are missing: the record by which another godwit fetches them is there.
     fn lacks(&self) -> bool {
-        let of = format!("qemu-{}-", self.pair.destination.pid());
-        let names = std::fs::read_dir("/run/godwit").into_iter().flatten().flatten();
-        let ours = |name: &str| name.starts_with(&of) && name.ends_with("-lacks.json");
-        names.filter_map(|it| it.file_name().into_string().ok()).any(|name| ours(&name))
+        follow_records(self.pair)[1] > 0
     }
 
     fn is_over(&mut self) -> anyhow::Result<bool> {
@@ -155,7 +153,7 @@ impl Move<'_> {
             }
         }
         if kills != [false; 2] {
-            await_guardians(self.pair)?;
+            self.await_guardians()?;
             self.go_on()?;
         }
         Ok(())
@@ -185,10 +183,7 @@ impl Move<'_> {
             return Ok("gone".to_owned());
         }
         let vm = self.pair.source.vm_name();
-        let output = self.pair.godwit.run(&["recover", "--vm", &vm, "--json"])?;
-        let value: Value = serde_json::from_slice(&output.stdout)
-            .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
-        Ok(value["known"].as_str().unwrap_or_default().to_owned())
+        recover_knows(&self.pair.godwit, &vm).map(|(known, _)| known)
     }
 
     /// No more faults: it has to come to an end by itself, or by what docs/recovery.md says.
@@ -214,11 +209,7 @@ impl Move<'_> {
         ensure!(migrate.status.success() && receive.status.success(), "{}", told());
         check_moved(self.pair, &migrate).with_context(told)?;
         ensure!(!self.lacks(), "a record is left");
-        let left = format!("/proc/{}/fd", self.pair.destination.pid());
-        for descriptor in std::fs::read_dir(left)?.flatten() {
-            let Ok(target) = std::fs::read_link(descriptor.path()) else { continue };
-            ensure!(target.as_os_str() != "anon_inode:[userfaultfd]", "a userfaultfd is left");
-        }
+        check_no_userfaultfd(self.pair.destination.pid())?;
         await_quit(&mut self.pair.source)?;
         self.counts.moves += 1;
         Ok(self.counts)
@@ -254,7 +245,7 @@ impl Move<'_> {
             let ended = migrate.wait(LIMIT)?;
             ensure!(!ended.status.success(), "{}", ended.last());
         }
-        await_guardians(self.pair)?;
+        self.await_guardians()?;
         if self.known()? != "runs" {
             let vm = self.pair.source.vm_name();
             self.pair.godwit.done(&["recover", "--vm", &vm, "--guest", "here"])?;
@@ -268,6 +259,19 @@ impl Move<'_> {
         Ok(self.counts)
     }
 
+    /// Waits until the guardians of those that were killed have done what they can.
+    fn await_guardians(&self) -> anyhow::Result<()> {
+        let until = Instant::now() + LIMIT;
+        let sides = [(&self.migrate, &self.pair.source), (&self.receive, &self.pair.destination)];
+        for (_, vm) in sides.into_iter().filter(|(godwit, _)| godwit.is_none()) {
+            while guardian_of(vm)?.is_some() {
+                ensure!(Instant::now() < until, "a guardian stays");
+                std::thread::sleep(LOOK);
+            }
+        }
+        Ok(())
+    }
+
     fn words(&self) -> String {
         let said = |godwit: &Option<Running>| {
             let last = |it: &Running| it.lines().last().cloned().unwrap_or_default();
@@ -277,31 +281,4 @@ impl Move<'_> {
         };
         format!("migrate: {}; receive: {}", said(&self.migrate), said(&self.receive))
     }
-}
-
-/// Waits until the guardians of those that were killed have done what they can.
-fn await_guardians(pair: &mut Pair) -> anyhow::Result<()> {
-    let until = Instant::now() + LIMIT;
-    let at_work = |vm: &TestVm, godwit_lives: bool| -> anyhow::Result<bool> {
-        Ok(!godwit_lives && guardian_of(vm)?.is_some())
-    };
-    while at_work(&pair.source, godwit_lives(&pair.source)?)?
-        || at_work(&pair.destination, godwit_lives(&pair.destination)?)?
-    {
-        ensure!(Instant::now() < until, "a guardian stays");
-        std::thread::sleep(LOOK);
-    }
-    Ok(())
-}
-
-/// Whether the godwit lives whose guardian there is at `vm`.
-fn godwit_lives(vm: &TestVm) -> anyhow::Result<bool> {
-    let Some(guardian) = guardian_of(vm)? else { return Ok(false) };
-    let line = std::fs::read(format!("/proc/{}/cmdline", guardian.as_raw_nonzero()))?;
-    let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
-    // The record and the process follow the word that makes it a guardian.
-    let at = words.iter().position(|word| *word == b"guard").context("no guardian")?;
-    let pid = String::from_utf8_lossy(words.get(at + 2).context("no process")?).into_owned();
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    Ok(!stat.is_empty() && !stat.contains(") Z "))
 }
