@@ -6,20 +6,24 @@
 //!   control    the socket by which it is steered, from both ends
 //!   tell       what is printed: the plan, each step, the end
 //!   live       the moves under way as a table that is rewritten
+//!   shared     several coordinators, one of which acts
 //! ```
 
 mod control;
 mod from;
 mod limits;
 mod live;
+mod shared;
 mod tell;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::mpsc::Receiver as Requests;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
 use clap::Args;
+use godwit_engine::Cancel;
 use godwit_evacuate::{EvacuateError, Event, List, Moves, Plan, RedbStore, Runner, Store};
 use godwit_fleet::{Evacuation, NoFaults, run as run_virtually};
 use godwit_qemu::run_directory;
@@ -31,15 +35,20 @@ use crate::output::json_line;
 use crate::process::{self, CANCELLED, FAILED, OPERATOR};
 use crate::processors::Processors;
 use crate::run_directory::hold_name;
-use control::{serve, steer};
+use control::{Asked, serve};
 use from::From;
 use limits::{Limit, MOST_AT_ONCE};
 use live::Live;
+use shared::StoreArguments;
 
 /// How often moves are looked at.
 const TICK: Duration = Duration::from_millis(100);
 /// A terminal hears of those under way this often.
 const NEWS: Duration = Duration::from_secs(5);
+/// How often a store that is shared is asked what operators want, and told how far it is.
+const HEED: Duration = Duration::from_millis(500);
+/// How often moves are told their shares once more, where there are other coordinators.
+const TELL_AGAIN: Duration = Duration::from_secs(2);
 
 pub(crate) use control::that_run;
 
@@ -56,7 +65,8 @@ pub(crate) use control::that_run;
 pub(crate) struct Arguments {
     /// The file that lists VMs and destinations
     #[arg(value_name = "LIST")]
-    #[arg(required_unless_present_any = ["resume", "pause", "proceed", "cancel", "status", "set"])]
+    #[arg(required_unless_present_any =
+        ["resume", "pause", "proceed", "cancel", "status", "set", "hands"])]
     list: Option<PathBuf>,
 
     /// Whose VMs leave: libvirt or libvirt:URI for the domains that run, proxmox for the VMs of
@@ -127,6 +137,9 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "COMMAND", conflicts_with = "resume")]
     hook_after: Option<String>,
 
+    #[command(flatten)]
+    shared: StoreArguments,
+
     /// Print events and the report as lines of JSON
     #[arg(long)]
     json: bool,
@@ -149,6 +162,7 @@ fn name(text: &str) -> Result<String, String> {
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let done = match () {
+        () if arguments.shared.is_hands() => shared::hands(arguments),
         () if arguments.pause => steer(arguments, "pause"),
         () if arguments.proceed => steer(arguments, "continue"),
         () if arguments.cancel => steer(arguments, "cancel"),
@@ -163,8 +177,22 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     })
 }
 
+/// Tells the evacuation what to do, whichever way it is reached.
+fn steer(arguments: &Arguments, request: &str) -> anyhow::Result<ExitCode> {
+    if arguments.shared.is_shared() {
+        shared::steer(arguments, request)
+    } else {
+        control::steer(arguments, request)
+    }
+}
+
 /// Where everything of this evacuation is kept.
 fn directory(arguments: &Arguments) -> anyhow::Result<PathBuf> {
+    Ok(evacuations(arguments)?.join(&arguments.name))
+}
+
+/// Where all evacuations of this user are kept.
+fn evacuations(arguments: &Arguments) -> anyhow::Result<PathBuf> {
     let parent = match &arguments.state_dir {
         Some(directory) => directory.clone(),
         None => {
@@ -174,8 +202,7 @@ fn directory(arguments: &Arguments) -> anyhow::Result<PathBuf> {
         }
     };
     // Moves are started with other working directories in mind than this one's.
-    let parent = std::path::absolute(&parent).context("--state-dir")?;
-    Ok(parent.join(&arguments.name))
+    std::path::absolute(&parent).context("--state-dir")
 }
 
 fn evacuate(arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -184,6 +211,9 @@ fn evacuate(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(plan) = plan.as_ref().filter(|_| arguments.dry_run) {
         tell::plan(plan, arguments.json);
         return Ok(ExitCode::SUCCESS);
+    }
+    if arguments.shared.is_shared() {
+        return shared::evacuate(arguments, plan);
     }
     let place = directory.display().to_string();
     let store = directory.join("plan.redb");
@@ -199,6 +229,9 @@ fn evacuate(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Moves::new(&directory.join("moves"), &arguments.name, &godwit, &run_directory::path())?;
     let (mut runner, events) = match &plan {
         Some(plan) => {
+            if !store.exists() {
+                moves.clear().map_err(anyhow::Error::msg)?;
+            }
             // The file has its name only when the plan is in it.
             let new = directory.join(format!("plan.redb.new{}", std::process::id()));
             let runner = Runner::begin(RedbStore::open(&new)?, plan, &place, &mut moves);
@@ -212,7 +245,11 @@ fn evacuate(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             })?;
             (runner?, Vec::new())
         }
-        None => Runner::resume(RedbStore::open(&store)?, &place, &mut moves)?,
+        None => {
+            let mut store = RedbStore::open(&store)?;
+            Runner::uncancel(&mut store)?;
+            Runner::resume(store, &place, &mut moves)?
+        }
     };
     let (_socket, requests) = serve(&directory.join("control"))?;
     let names = runner.plan().clone();
@@ -220,33 +257,106 @@ fn evacuate(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         tell::heading(&names);
     }
     let began = Instant::now();
-    let mut news = Instant::now();
-    let live = (!arguments.json).then(|| Live::start(&arguments.name)).flatten();
+    let desk = Desk {
+        arguments,
+        names: &names,
+        cancel: &cancel,
+        requests: Some(&requests),
+        shared: false,
+    };
+    coordinate(&mut runner, &desk, &events)?;
+    let report = runner.report();
+    let cancelled = runner.wanted().cancelled;
+    let whole = tell::whole_report(&names, &report, began.elapsed(), cancelled);
+    std::fs::write(directory.join("report.json"), format!("{whole}\n"))?;
+    if arguments.json {
+        json_line(&whole);
+    } else {
+        print!("{}", tell::ended_text(&whole, layout::width(&std::io::stdout())));
+    }
+    Ok(exit_code(report.in_doubt as u64, report.stayed as u64, cancelled))
+}
+
+/// What tells what became of the VMs.
+fn exit_code(in_doubt: u64, stayed: u64, cancelled: bool) -> ExitCode {
+    match (in_doubt, stayed, cancelled) {
+        (0, 0, _) => ExitCode::SUCCESS,
+        (0, _, true) => ExitCode::from(CANCELLED),
+        (0, _, false) => ExitCode::from(FAILED),
+        _ => ExitCode::from(OPERATOR),
+    }
+}
+
+/// Where a coordinator works: who may ask it for something, and to whom it tells.
+struct Desk<'a> {
+    arguments: &'a Arguments,
+    names: &'a Plan,
+    cancel: &'a Cancel,
+    requests: Option<&'a Requests<Asked>>,
+    /// Others stand by, and wishes may be found in the store.
+    shared: bool,
+}
+
+/// How a coordinator comes to an end.
+enum End {
+    /// There is nothing left to do.
+    Over,
+    /// Others go on.
+    Left,
+}
+
+/// Coordinates until there is nothing left to do.
+fn coordinate<S: Store>(
+    runner: &mut Runner<'_, S>,
+    desk: &Desk<'_>,
+    events: &[Event],
+) -> Result<End, EvacuateError> {
+    let json = desk.arguments.json;
+    let live = (!json).then(|| Live::start(&desk.arguments.name)).flatten();
     let say = |events: &[Event]| {
         if !events.is_empty() {
-            live::beside(live.as_ref(), || tell::events(&names, events, arguments.json));
+            live::beside(live.as_ref(), || tell::events(desk.names, events, json));
         }
     };
-    say(&events);
-    let mut cancelled = false;
+    let limits_of = |runner: &Runner<'_, S>| {
+        let plan = runner.plan();
+        (Rate::from_bytes_per_second(plan.bytes_per_second), plan.at_once)
+    };
+    say(events);
+    let (mut news, mut heard, mut told) = (Instant::now(), Instant::now(), Instant::now());
     while !runner.is_over() {
-        if cancel.is_cancelled() && !cancelled {
-            cancelled = true;
-            runner.cancel();
+        if desk.cancel.is_cancelled() {
+            if desk.shared {
+                return Ok(End::Left);
+            }
+            if !runner.wanted().cancelled {
+                runner.cancel()?;
+            }
         }
-        while let Ok((request, answer)) = requests.try_recv() {
-            cancelled |= request == "cancel";
-            let done = answered(&request, &mut runner);
+        while let Some(Ok((request, answer))) = desk.requests.map(Requests::try_recv) {
+            let done = answered(&request, runner);
             if let Ok(Some(limits)) = &done {
-                live::beside(live.as_ref(), || tell::limits(limits, arguments.json));
+                live::beside(live.as_ref(), || tell::limits(limits, json));
             }
             let report = || tell::as_json(&runner.report());
             let _ = answer.send(done.map_or_else(|why| json!({ "error": why }), |_| report()));
         }
+        if desk.shared && heard.elapsed() > HEED {
+            heard = Instant::now();
+            let before = limits_of(runner);
+            if runner.heed()? && limits_of(runner) != before {
+                live::beside(live.as_ref(), || tell::limits(&limits_of(runner), json));
+            }
+            runner.publish()?;
+        }
+        if desk.shared && told.elapsed() > TELL_AGAIN {
+            told = Instant::now();
+            runner.tell_again()?;
+        }
         say(&runner.turn()?);
         if let Some(live) = &live {
             live.show(&runner.report());
-        } else if news.elapsed() > NEWS && !arguments.json {
+        } else if news.elapsed() > NEWS && !json {
             news = Instant::now();
             tell::news(&runner.report());
         }
@@ -254,22 +364,7 @@ fn evacuate(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             std::thread::sleep(TICK);
         }
     }
-    drop(live);
-    let report = runner.report();
-    let whole = tell::whole_report(&names, &report, began.elapsed(), cancelled);
-    std::fs::write(directory.join("report.json"), format!("{whole}\n"))?;
-    if arguments.json {
-        json_line(&whole);
-    } else {
-        print!("{}", tell::as_text(&report, layout::width(&std::io::stdout())));
-        println!("{}", tell::summary(&report, &names, began.elapsed()));
-    }
-    Ok(match (&report, cancelled) {
-        (report, _) if report.in_doubt > 0 => ExitCode::from(OPERATOR),
-        (report, true) if report.stayed > 0 => ExitCode::from(CANCELLED),
-        (report, _) if report.stayed > 0 => ExitCode::from(FAILED),
-        _ => ExitCode::SUCCESS,
-    })
+    Ok(End::Over)
 }
 
 /// Does what somebody has asked for at the control socket; the limits, if they are others now.
@@ -281,9 +376,9 @@ fn answered<S: Store>(
     runner: &mut Runner<'_, S>,
 ) -> Result<Option<(Rate, u32)>, String> {
     match request {
-        "pause" => runner.pause(true),
-        "continue" => runner.pause(false),
-        "cancel" => runner.cancel(),
+        "pause" => runner.pause(true).map_err(|error| error.to_string())?,
+        "continue" => runner.pause(false).map_err(|error| error.to_string())?,
+        "cancel" => runner.cancel().map_err(|error| error.to_string())?,
         "status" => {}
         other => {
             let plan = runner.plan();

@@ -48,13 +48,15 @@ pub(crate) fn listen(
 pub(crate) struct HeldName {
     path: PathBuf,
     /// Locked.
-    _file: File,
+    file: File,
 }
 
 impl Drop for HeldName {
     fn drop(&mut self) {
-        // Ours until the lock goes, which is after this.
-        let _ = std::fs::remove_file(&self.path);
+        // Ours until the lock goes, which is after this; unless others share it.
+        if self.file.try_lock().is_ok() {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -63,6 +65,19 @@ impl Drop for HeldName {
 /// # Errors
 /// When one of this name runs, or `directory` is not this user's own.
 pub(crate) fn hold_name(directory: &Path, name: &str, place: &str) -> anyhow::Result<HeldName> {
+    hold(directory, name, place, false)
+}
+
+/// The same for one of several coordinators of one evacuation, which have the same `place`: one
+/// that was stopped must not keep the others from going on.
+///
+/// # Errors
+/// When another evacuation of this name runs, or `directory` is not this user's own.
+pub(crate) fn share_name(directory: &Path, name: &str, place: &str) -> anyhow::Result<HeldName> {
+    hold(directory, name, place, true)
+}
+
+fn hold(directory: &Path, name: &str, place: &str, shared: bool) -> anyhow::Result<HeldName> {
     let user = rustix::process::getuid().as_raw();
     run_directory::make(directory, user).map_err(anyhow::Error::msg)?;
     let path = directory.join(format!("{name}.evacuation"));
@@ -75,6 +90,12 @@ pub(crate) fn hold_name(directory: &Path, name: &str, place: &str) -> anyhow::Re
             Err(TryLockError::WouldBlock) => {
                 let mut other = String::new();
                 file.read_to_string(&mut other).with_context(failed)?;
+                if shared && other.trim() == place && file.try_lock_shared().is_ok() {
+                    if is_at(&file, &path) {
+                        return Ok(HeldName { path, file });
+                    }
+                    continue;
+                }
                 bail!(
                     "an evacuation named '{name}' runs on this host (in {}): give this one another \
                      --name",
@@ -84,14 +105,22 @@ pub(crate) fn hold_name(directory: &Path, name: &str, place: &str) -> anyhow::Re
             Err(TryLockError::Error(error)) => return Err(error).with_context(failed),
         }
         // Its holder may have removed it between the opening and the lock.
-        let number = file.metadata().with_context(failed)?.ino();
-        if !std::fs::metadata(&path).is_ok_and(|there| there.ino() == number) {
+        if !is_at(&file, &path) {
             continue;
         }
         file.set_len(0).with_context(failed)?;
         writeln!(file, "{place}").with_context(failed)?;
-        return Ok(HeldName { path, _file: file });
+        if shared && (file.lock_shared().is_err() || !is_at(&file, &path)) {
+            continue;
+        }
+        return Ok(HeldName { path, file });
     }
+}
+
+/// Whether `file` is the one at `path`.
+fn is_at(file: &File, path: &Path) -> bool {
+    let number = |metadata: std::io::Result<std::fs::Metadata>| metadata.map(|it| it.ino()).ok();
+    number(file.metadata()).is_some_and(|own| number(std::fs::metadata(path)) == Some(own))
 }
 
 /// Removes the sockets at which nobody listens.
@@ -176,6 +205,23 @@ mod tests {
         // As one leaves it that was killed.
         std::fs::write(dir.0.join("weekly.evacuation"), "/plans/weekly\n").unwrap();
         drop(hold_name(&dir.0, "weekly", "/elsewhere/weekly").unwrap());
+    }
+
+    #[test]
+    fn coordinators_of_one_evacuation_share_its_name() {
+        let dir = Dir::new("shared");
+        let first = share_name(&dir.0, "weekly", "/plans/weekly").unwrap();
+        let second = share_name(&dir.0, "weekly", "/plans/weekly").unwrap();
+        assert!(share_name(&dir.0, "weekly", "/elsewhere").is_err());
+        assert!(hold_name(&dir.0, "weekly", "/plans/weekly").is_err());
+        drop(first);
+        assert!(dir.0.join("weekly.evacuation").exists());
+        assert!(hold_name(&dir.0, "weekly", "/elsewhere").is_err());
+        drop(second);
+        assert!(!dir.0.join("weekly.evacuation").exists());
+        let alone = hold_name(&dir.0, "weekly", "/plans/weekly").unwrap();
+        assert!(share_name(&dir.0, "weekly", "/plans/weekly").is_err());
+        drop(alone);
     }
 
     #[test]

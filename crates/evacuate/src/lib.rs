@@ -4,14 +4,18 @@
 //!   list       the VMs and destinations that an operator names, or a host has
 //!   command    what takes a guest in, with its name and memory in it
 //!   plan       what is written down: who goes where, and how far each is
-//!   store      where
+//!   store      where, and which of several coordinators may go on with it
+//!   nats       a store that several hosts share, in NATS JetStream
+//!   silence    when a coordinator counts as gone
 //!   runner     the coordinator
 //!   moves      moves as processes
+//!   remote     the same on another host
 //! ```
 //!
 //! `godwit-fleet` decides what is to be done; here it is done, written down before, and found out
 //! again afterwards. A coordinator may be killed at any step: moves go on without it, as processes
-//! of their own, and the next coordinator finds each of them by its facts.
+//! of their own, and the next coordinator finds each of them by its facts. One that was stopped and
+//! wakes up when another has gone on can neither write nor begin anything any more.
 //!
 //! Invariants: a move is written down before it begins ([`Runner`]); of one virtual machine no two
 //! moves are under way, since a move holds a lock on its own file for as long as its process lives
@@ -23,15 +27,23 @@
 mod command;
 mod list;
 mod moves;
+#[cfg(feature = "nats")]
+mod nats;
 mod plan;
+mod remote;
 mod runner;
+mod silence;
 mod store;
 
 pub use list::{List, ListedDestination, ListedVm, exact, fits};
-pub use moves::{Moves, migration};
-pub use plan::{Attempt, Plan, PlannedDestination, PlannedVm, Receiver, Step};
-pub use runner::{Event, Hands, Look, Report, ReportedVm, Runner};
-pub use store::{MemoryStore, RedbStore, Store};
+pub use moves::{Moves, migration, this_host};
+#[cfg(feature = "nats")]
+pub use nats::{NatsOptions, NatsStore};
+pub use plan::{Attempt, Home, Plan, PlannedDestination, PlannedVm, Receiver, Step, Wanted};
+pub use remote::{RemoteHands, serve_hands};
+pub use runner::{Event, Hands, Look, Report, ReportedVm, Runner, keys};
+pub use silence::Silence;
+pub use store::{Lease, MemoryStore, RedbStore, Store, Tenure, Wishes};
 
 /// What goes wrong with an evacuation itself, rather than with a move.
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +75,20 @@ pub enum EvacuateError {
         action: &'static str,
         /// Why not.
         why: String,
+    },
+    /// The store does not answer: moves go on, and what is to be done next has to wait.
+    #[error("the store at {place} does not answer: {why}")]
+    Away {
+        /// Where it is.
+        place: String,
+        /// What was heard.
+        why: String,
+    },
+    /// Another coordinator has taken over.
+    #[error("another coordinator has taken over, as the store at {place} says")]
+    Lost {
+        /// Where it is.
+        place: String,
     },
     /// There is nothing to go on with.
     #[error("there is no plan in {place}: begin one with godwit evacuate LIST")]

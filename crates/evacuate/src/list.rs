@@ -209,6 +209,7 @@ impl List {
             destinations,
             forecast_seconds: 0.0,
             began_ms: 0,
+            home: None,
         })
     }
 

@@ -5,12 +5,15 @@
 //! its process lives: the coordinator locks it (flock(2)) and hands it over as standard output, so
 //! that the lock belongs to the open file that the two share, and stays with the child when the
 //! coordinator is gone. Whoever finds the file locked finds a move under way; whoever can lock it
-//! finds its last word in it, if it had one.
+//! finds its last word in it, if it had one. A file gets its name once, locked already: so where it
+//! is missing, whoever looks takes the name, and a coordinator that was stopped before it began the
+//! move, and wakes up when another has gone on, finds that it cannot begin it any more.
 //!
-//! Invariant: a move that nobody can tell the end of is never taken for one that has failed.
+//! Invariants: a move that nobody can tell the end of is never taken for one that has failed; one
+//! that was found not to have begun does not begin.
 
 use std::fs::{File, TryLockError};
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -30,6 +33,10 @@ const LISTEN_LIMIT: Duration = Duration::from_secs(30);
 const ASK_LIMIT: Duration = Duration::from_secs(20);
 /// A guest whose mover was killed is given back within this time, by its guardian or its VMM.
 const SETTLE_LIMIT: Duration = Duration::from_secs(10);
+
+/// What is in the file of a move that was found not to have begun.
+const NEVER_BEGAN: &str =
+    "{\"outcome\":\"refused\",\"guest\":\"source\",\"error\":\"it never began\"}\n";
 
 /// See the module.
 #[derive(Debug)]
@@ -83,9 +90,30 @@ impl Moves {
         self.directory.join(format!("{}.{}.jsonl", vm.name, attempt.number))
     }
 
+    /// Removes what an earlier evacuation of this name has left, whose plan is gone.
+    ///
+    /// # Errors
+    /// When a process of it lives.
+    pub fn clear(&self) -> Result<(), String> {
+        let failed = |error: std::io::Error| format!("{}: {error}", self.directory.display());
+        let entries = std::fs::read_dir(&self.directory).map_err(failed)?;
+        let paths = entries.map(|entry| entry.map(|entry| entry.path())).collect::<Result<_, _>>();
+        let paths: Vec<PathBuf> = paths.map_err(failed)?;
+        for path in &paths {
+            if matches!(found(path)?, Some((_, true))) {
+                return Err(format!(
+                    "{} is of an earlier evacuation of this name, and its process lives: choose \
+                     another --name",
+                    path.display()
+                ));
+            }
+        }
+        paths.iter().try_for_each(|path| std::fs::remove_file(path).map_err(failed))
+    }
+
     /// Starts `command` with the file `path` as its output, locked, in a process group of its own:
     /// Ctrl-C is the coordinator's.
-    fn start(&mut self, mut command: Command, path: &Path) -> Result<(), String> {
+    fn start(&mut self, command: Command, path: &Path) -> Result<(), String> {
         let failed = |error: std::io::Error| format!("{}: {error}", path.display());
         // Appended to, so that the lines of an earlier process stay until the lock is held.
         let file = File::options().create(true).append(true).open(path).map_err(failed)?;
@@ -96,6 +124,12 @@ impl Moves {
             TryLockError::Error(error) => failed(error),
         })?;
         file.set_len(0).map_err(failed)?;
+        self.spawn(command, file, path)
+    }
+
+    /// Starts `command` with `file` as its output, which is at `path`.
+    fn spawn(&mut self, mut command: Command, file: File, path: &Path) -> Result<(), String> {
+        let failed = |error: std::io::Error| format!("{}: {error}", path.display());
         let errors = File::create(path.with_extension("stderr")).map_err(failed)?;
         let child =
             command.stdin(Stdio::null()).stdout(file).stderr(errors).process_group(0).spawn();
@@ -245,6 +279,17 @@ pub fn migration(evacuation: &str, vm: &str) -> String {
     format!("{evacuation}.{vm}").chars().take(64).collect()
 }
 
+/// A name of this host that no other has: its own, and what its system was called when it was
+/// installed.
+#[must_use]
+pub fn this_host() -> String {
+    let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+    let name = read("/proc/sys/kernel/hostname");
+    let machine: String = read("/etc/machine-id").trim().chars().take(8).collect();
+    let name = if name.trim().is_empty() { "nameless" } else { name.trim() };
+    if machine.is_empty() { name.to_owned() } else { format!("{name}/{machine}") }
+}
+
 /// Where a guest is.
 enum Fact {
     Here,
@@ -279,6 +324,23 @@ fn found(path: &Path) -> Result<Option<(File, bool)>, String> {
     }
 }
 
+/// The file at `path`, new, locked and with `text` in it; nothing if there is one already.
+fn claim(path: &Path, text: &str) -> Result<Option<File>, String> {
+    let failed = |error: std::io::Error| format!("{}: {error}", path.display());
+    let own = path.with_extension(format!("new{}", std::process::id()));
+    // Left by a process of this number that was killed.
+    let _ = std::fs::remove_file(&own);
+    let mut file = File::options().create_new(true).append(true).open(&own).map_err(failed)?;
+    let ready = file.lock().and_then(|()| file.write_all(text.as_bytes())).map_err(failed);
+    let linked = ready.map(|()| std::fs::hard_link(&own, path));
+    let _ = std::fs::remove_file(&own);
+    match linked? {
+        Ok(()) => Ok(Some(file)),
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(None),
+        Err(error) => Err(failed(error)),
+    }
+}
+
 /// What the process of the file at `path` has said, and whether it lives.
 fn said(path: &Path) -> Result<Said, String> {
     // The lock comes before the reading: what ends between the two has said its last word.
@@ -305,7 +367,11 @@ impl Hands for Moves {
         command.args(["migrate", "--vm", &vm.vm, "--to", &address, "--json"]);
         command.args(["--name", &migration(&self.name, &vm.name), "--max-bandwidth", &bytes]);
         command.args(&plan.options);
-        self.start(command, &self.file(vm, attempt))
+        let path = self.file(vm, attempt);
+        match claim(&path, "")? {
+            Some(file) => self.spawn(command, file, &path),
+            None => Err("another coordinator has gone on".to_owned()),
+        }
     }
 
     fn look(&mut self, plan: &Plan, attempt: &Attempt) -> Look {
@@ -313,8 +379,15 @@ impl Hands for Moves {
         let vm = &plan.vms[attempt.vm];
         let path = self.file(vm, attempt);
         // While it lives, what it has said is not read at each look.
-        if matches!(found(&path), Ok(Some((_, true)))) {
-            return Look::Moving;
+        match found(&path) {
+            Ok(Some((_, true))) => return Look::Moving,
+            // From here on it cannot begin.
+            Ok(None) => match claim(&path, NEVER_BEGAN) {
+                Ok(Some(_)) => return Look::NeverBegan,
+                Ok(None) => {}
+                Err(why) => return Look::InDoubt(why),
+            },
+            _ => {}
         }
         let lines = match said(&path) {
             Err(why) => return Look::InDoubt(why),
@@ -352,6 +425,29 @@ impl Hands for Moves {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_move_that_was_found_not_to_have_begun_does_not_begin() {
+        let directory = std::env::temp_dir().join(format!("godwit-burnt-{}", std::process::id()));
+        let new = || Moves::new(&directory, "x", Path::new("/bin/true"), Path::new("/run"));
+        let (mut stopped, mut next) = (new().unwrap(), new().unwrap());
+        let plan = crate::runner::tests::plan();
+        let attempt = Attempt { vm: 0, to: 0, number: 1 };
+        assert_eq!(next.look(&plan, &attempt), Look::NeverBegan);
+        let rate = Rate::from_bytes_per_second(1e6);
+        let why = stopped.begin(&plan, &attempt, rate).unwrap_err();
+        assert!(why.contains("another coordinator has gone on"), "{why}");
+        assert_eq!(next.look(&plan, &attempt), Look::Failed("it never began".to_owned()));
+        // The other way round it is found, though it has said nothing yet.
+        let second = Attempt { number: 2, ..attempt };
+        let held = claim(&next.file(&plan.vms[0], &second), "").unwrap().unwrap();
+        assert_eq!(next.look(&plan, &second), Look::Moving);
+        assert!(next.clear().unwrap_err().contains("its process lives"));
+        drop(held);
+        next.clear().unwrap();
+        assert_eq!(std::fs::read_dir(&directory).unwrap().count(), 0);
+        std::fs::remove_dir_all(directory).unwrap();
+    }
 
     #[test]
     fn a_file_is_locked_for_as_long_as_its_process_lives_and_says_what_it_said() {

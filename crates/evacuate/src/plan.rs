@@ -1,6 +1,7 @@
 //! What is written down: who is to go where under which limits, and how far each is.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 
 use godwit_fleet::{CpuSet, Destination, Source, Vm};
 use godwit_units::{ByteCount, Rate};
@@ -24,6 +25,25 @@ pub struct Plan {
     pub forecast_seconds: f64,
     /// Milliseconds since 1970 when it began.
     pub began_ms: u64,
+    /// Which host is emptied, where several coordinators may go on with the plan.
+    #[serde(default)]
+    pub home: Option<Home>,
+}
+
+/// The host that is emptied, and where on it moves are found.
+///
+/// ```
+/// use godwit_evacuate::Home;
+///
+/// let home = Home { host: "east".to_owned(), directory: "/var/lib/evacuations/weekly".into() };
+/// assert!(home.directory.is_absolute());
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Home {
+    /// Its name, which no other has.
+    pub host: String,
+    /// Where each move has its file.
+    pub directory: PathBuf,
 }
 
 /// One that leaves.
@@ -125,7 +145,82 @@ pub enum Step {
     },
 }
 
+impl Step {
+    /// Whether `next` may follow what is written down of a virtual machine, which is nothing before
+    /// its first move. One that has moved, or that an operator has to look at, is left alone; a
+    /// move has one end; and no number is used twice.
+    ///
+    /// ```
+    /// use godwit_evacuate::{Attempt, Step};
+    ///
+    /// let first = Step::Moving(Attempt { vm: 0, to: 1, number: 1 });
+    /// let moved = Step::Moved { to: 1, number: 1 };
+    /// assert!(Step::may_follow(None, &first) && Step::may_follow(Some(&first), &moved));
+    /// assert!(!Step::may_follow(Some(&moved), &Step::Moving(Attempt { vm: 0, to: 0, number: 2 })));
+    /// ```
+    #[must_use]
+    pub fn may_follow(before: Option<&Self>, next: &Self) -> bool {
+        match (before, next) {
+            (None, Self::Moving(attempt)) => attempt.number == 1,
+            (Some(Self::Failed { number, .. }), Self::Moving(attempt)) => {
+                attempt.number == number + 1
+            }
+            (
+                Some(Self::Moving(attempt)),
+                Self::Moved { to, number }
+                | Self::Failed { to, number, .. }
+                | Self::Operator { to, number, .. },
+            ) => (attempt.to, attempt.number) == (*to, *number),
+            _ => false,
+        }
+    }
+}
+
+/// A step as it is written down: who has taken it, and when.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Record {
+    #[serde(flatten)]
+    pub(crate) step: Step,
+    /// Nobody, of an evacuation that one coordinator has in a file.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub(crate) by: String,
+    #[serde(default)]
+    pub(crate) since_ms: u64,
+}
+
+/// What operators want of an evacuation, whoever coordinates it.
+///
+/// ```
+/// use godwit_evacuate::Wanted;
+///
+/// let wanted = Wanted { paused: true, ..Wanted::default() };
+/// assert!(!wanted.cancelled && wanted.at_once.is_none());
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Wanted {
+    /// No further move is to begin.
+    #[serde(default)]
+    pub paused: bool,
+    /// The moves under way are to be cancelled, and no further one to begin.
+    #[serde(default)]
+    pub cancelled: bool,
+    /// What all moves together may send, if it is not what was planned.
+    #[serde(default)]
+    pub bytes_per_second: Option<f64>,
+    /// Moves at once, if it is not what was planned.
+    #[serde(default)]
+    pub at_once: Option<u32>,
+}
+
 impl Plan {
+    /// Whether `other` moves the same virtual machines in the same way: what a coordinator that is
+    /// started by the same command finds. Limits may have been changed since.
+    #[must_use]
+    pub fn is_same_as(&self, other: &Self) -> bool {
+        (&self.vms, &self.destinations, &self.options)
+            == (&other.vms, &other.destinations, &other.options)
+    }
+
     /// Those of the disks of `vm` that move along with it, as the options for each `godwit migrate`
     /// have it.
     pub fn moving_disks<'a>(
@@ -209,6 +304,7 @@ mod tests {
                 destinations: Vec::new(),
                 forecast_seconds: 0.0,
                 began_ms: 0,
+                home: None,
             };
             plan.inventory().0[0].data.0
         };

@@ -4,20 +4,34 @@
 //! decided; no other move begins before those under way have been told to make room for it.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use godwit_fleet::{Action, Ending, Evacuation, Place, Stays};
 use godwit_units::Rate;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
+use self::keys::{NEWS, OUTCOME, PLAN, WANTED};
 use crate::EvacuateError;
-use crate::plan::{Attempt, Plan, Step};
+use crate::plan::{Attempt, Plan, Record, Step, Wanted};
 use crate::store::Store;
 
-const PLAN: &str = "plan";
+/// How far each is.
 const VM: &str = "vm/";
 
+/// Under which names things are kept, for those who read them beside a coordinator.
+pub mod keys {
+    /// The plan, which is written once.
+    pub const PLAN: &str = "plan";
+    /// What operators want, [`Wanted`](crate::Wanted).
+    pub const WANTED: &str = "wanted";
+    /// What the coordinator last said of it.
+    pub const NEWS: &str = "news";
+    /// What became of it.
+    pub const OUTCOME: &str = "outcome";
+}
+
 /// What is seen of a move.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Look {
     /// It never began: nothing of it is there, and the guest runs at the source.
     NeverBegan,
@@ -135,7 +149,9 @@ pub struct Runner<'a, S: Store> {
     evacuation: Evacuation,
     steps: BTreeMap<usize, Step>,
     pending: VecDeque<Action>,
-    cancelling: bool,
+    wanted: Wanted,
+    /// What was last said of it.
+    news: Vec<u8>,
 }
 
 impl<'a, S: Store> Runner<'a, S> {
@@ -182,7 +198,8 @@ impl<'a, S: Store> Runner<'a, S> {
             hands,
             steps: BTreeMap::new(),
             pending: VecDeque::new(),
-            cancelling: false,
+            wanted: Wanted::default(),
+            news: Vec::new(),
             store,
         };
         let mut events = Vec::new();
@@ -191,7 +208,7 @@ impl<'a, S: Store> Runner<'a, S> {
             else {
                 continue;
             };
-            let step: Step = serde_json::from_slice(&value).map_err(unread)?;
+            let step = serde_json::from_slice::<Record>(&value).map_err(unread)?.step;
             runner.steps.insert(vm, step.clone());
             match step {
                 Step::Moved { to, .. } => runner.evacuation.adopt(vm, Place::Moved { to }),
@@ -210,7 +227,104 @@ impl<'a, S: Store> Runner<'a, S> {
                 }
             }
         }
+        runner.heed()?;
         Ok((runner, events))
+    }
+
+    /// What was cancelled may go on: for the next coordinator, before it takes the plan up.
+    ///
+    /// # Errors
+    /// When that cannot be written down.
+    pub fn uncancel(store: &mut S) -> Result<(), EvacuateError> {
+        let wanted = wanted(store)?;
+        if wanted.cancelled {
+            store.put(WANTED, &bytes(&Wanted { cancelled: false, ..wanted }))?;
+        }
+        Ok(())
+    }
+
+    /// Does what operators want by now, as it is written down. Whether that is something else than
+    /// before.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn heed(&mut self) -> Result<bool, EvacuateError> {
+        let wanted = wanted(&self.store)?;
+        let changed = wanted != self.wanted;
+        if changed {
+            self.apply(wanted);
+        }
+        Ok(changed)
+    }
+
+    fn apply(&mut self, wanted: Wanted) {
+        let budget = wanted.bytes_per_second.unwrap_or(self.plan.bytes_per_second);
+        let at_once = wanted.at_once.unwrap_or(self.plan.at_once);
+        if (budget, at_once) != (self.plan.bytes_per_second, self.plan.at_once) {
+            (self.plan.bytes_per_second, self.plan.at_once) = (budget, at_once);
+            self.evacuation.set_budget(0, Rate::from_bytes_per_second(budget));
+            self.evacuation.set_at_once(0, at_once);
+        }
+        self.evacuation.pause(wanted.paused || wanted.cancelled);
+        if wanted.cancelled {
+            for attempt in self.moving() {
+                self.hands.cancel(&self.plan, &attempt);
+            }
+        }
+        self.wanted = wanted;
+    }
+
+    /// Writes down what is wanted, and then does it.
+    fn want(&mut self, wanted: Wanted) -> Result<(), EvacuateError> {
+        self.store.put(WANTED, &bytes(&wanted))?;
+        self.apply(wanted);
+        Ok(())
+    }
+
+    /// What operators want.
+    #[must_use]
+    pub fn wanted(&self) -> &Wanted {
+        &self.wanted
+    }
+
+    /// Writes down how far it is, for those who ask elsewhere.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn publish(&mut self) -> Result<(), EvacuateError> {
+        let news = bytes(&self.report());
+        if news != self.news {
+            self.store.put(NEWS, &news)?;
+            self.news = news;
+        }
+        Ok(())
+    }
+
+    /// Tells all moves under way once more what they were told: a coordinator that did not know yet
+    /// that it had lost its lease may have told them something else, or may not have been heard.
+    ///
+    /// # Errors
+    /// When the lease is not ours any more.
+    pub fn tell_again(&mut self) -> Result<(), EvacuateError> {
+        for attempt in self.moving() {
+            self.store.held()?;
+            if self.wanted.cancelled {
+                self.hands.cancel(&self.plan, &attempt);
+            } else if self.pending.is_empty()
+                && let Some(rate) = self.evacuation.share(attempt.vm)
+            {
+                let _ = self.hands.pace(&self.plan, &attempt, rate);
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes down what became of it, for those who stand by.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn conclude(&mut self, outcome: &[u8]) -> Result<(), EvacuateError> {
+        self.store.put(OUTCOME, outcome)
     }
 
     /// The plan.
@@ -219,9 +333,12 @@ impl<'a, S: Store> Runner<'a, S> {
         &self.plan
     }
 
-    /// No further move begins, until it goes on.
-    pub fn pause(&mut self, paused: bool) {
-        self.evacuation.pause(paused);
+    /// No further move begins, until it goes on; nor with the next coordinator.
+    ///
+    /// # Errors
+    /// When that cannot be written down; then nothing has changed.
+    pub fn pause(&mut self, paused: bool) -> Result<(), EvacuateError> {
+        self.want(Wanted { paused, ..self.wanted.clone() })
     }
 
     /// All moves together may send `budget` from now on, and so many are made at once. That is
@@ -230,22 +347,17 @@ impl<'a, S: Store> Runner<'a, S> {
     /// # Errors
     /// When it cannot be written down; then nothing has changed.
     pub fn limit(&mut self, budget: Rate, at_once: u32) -> Result<(), EvacuateError> {
-        let bytes_per_second = budget.bytes_per_second();
-        let plan = Plan { bytes_per_second, at_once, ..self.plan.clone() };
-        self.store.put(PLAN, &bytes(&plan))?;
-        self.plan = plan;
-        self.evacuation.set_budget(0, budget);
-        self.evacuation.set_at_once(0, at_once);
-        Ok(())
+        let bytes_per_second = Some(budget.bytes_per_second());
+        self.want(Wanted { bytes_per_second, at_once: Some(at_once), ..self.wanted.clone() })
     }
 
     /// Ends what is under way, and begins nothing more. The plan stays, to go on with.
-    pub fn cancel(&mut self) {
-        self.cancelling = true;
-        self.evacuation.pause(true);
-        for attempt in self.moving() {
-            self.hands.cancel(&self.plan, &attempt);
-        }
+    ///
+    /// # Errors
+    /// When that cannot be written down; it is done all the same.
+    pub fn cancel(&mut self) -> Result<(), EvacuateError> {
+        self.apply(Wanted { cancelled: true, ..self.wanted.clone() });
+        self.store.put(WANTED, &bytes(&self.wanted))
     }
 
     /// The moves under way.
@@ -261,7 +373,7 @@ impl<'a, S: Store> Runner<'a, S> {
     /// Whether there is nothing left to do.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.moving().is_empty() && (self.cancelling || self.evacuation.is_over())
+        self.moving().is_empty() && (self.wanted.cancelled || self.evacuation.is_over())
     }
 
     /// Looks at what is under way, and does what is to be done.
@@ -270,6 +382,7 @@ impl<'a, S: Store> Runner<'a, S> {
     /// When something cannot be written down; then nothing more is done.
     pub fn turn(&mut self) -> Result<Vec<Event>, EvacuateError> {
         let mut events = Vec::new();
+        self.store.held()?;
         for attempt in self.moving() {
             match self.hands.look(&self.plan, &attempt) {
                 Look::Moving => {}
@@ -282,6 +395,7 @@ impl<'a, S: Store> Runner<'a, S> {
                 Action::Pace { vm, rate } => {
                     // One that has ended takes nothing any more.
                     let Some(Step::Moving(attempt)) = self.steps.get(&vm) else { continue };
+                    self.store.held()?;
                     if !self.hands.pace(&self.plan, attempt, rate) {
                         self.pending.push_front(action);
                         break;
@@ -302,7 +416,7 @@ impl<'a, S: Store> Runner<'a, S> {
     ) -> Result<(), EvacuateError> {
         let attempt = Attempt { vm, to, number: self.attempts(vm) + 1 };
         self.write(vm, Step::Moving(attempt.clone()))?;
-        if self.cancelling {
+        if self.wanted.cancelled {
             return self.end(&attempt, Look::Failed("it was cancelled".to_owned()), events);
         }
         match self.hands.begin(&self.plan, &attempt, rate) {
@@ -326,8 +440,20 @@ impl<'a, S: Store> Runner<'a, S> {
     }
 
     fn write(&mut self, vm: usize, step: Step) -> Result<(), EvacuateError> {
-        self.store.put(&format!("{VM}{}", self.plan.vms[vm].name), &bytes(&step))?;
-        self.steps.insert(vm, step);
+        let name = &self.plan.vms[vm].name;
+        if !Step::may_follow(self.steps.get(&vm), &step) {
+            // Nothing is begun without having been written down.
+            return Err(EvacuateError::Store {
+                place: name.clone(),
+                action: "gone on with",
+                why: format!("{step:?} cannot follow {:?}", self.steps.get(&vm)),
+            });
+        }
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let since_ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+        let record = Record { step, by: self.store.who(), since_ms };
+        self.store.put(&format!("{VM}{name}"), &bytes(&record))?;
+        self.steps.insert(vm, record.step);
         Ok(())
     }
 
@@ -360,7 +486,7 @@ impl<'a, S: Store> Runner<'a, S> {
                 self.write(vm, Step::Failed { to, number, why: why.clone() })?;
                 self.evacuation.ended(vm, Ending::Failed);
                 let again = matches!(self.evacuation.places()[vm], Place::Waiting { .. });
-                events.push(Event::Failed { vm, why, again: again && !self.cancelling });
+                events.push(Event::Failed { vm, why, again: again && !self.wanted.cancelled });
             }
         }
         Ok(())
@@ -406,10 +532,22 @@ impl<'a, S: Store> Runner<'a, S> {
     }
 }
 
+/// What operators want, as it is written down in `store`.
+fn wanted(store: &impl Store) -> Result<Wanted, EvacuateError> {
+    let Some(value) = store.read(WANTED)? else { return Ok(Wanted::default()) };
+    serde_json::from_slice(&value).map_err(|error| EvacuateError::Store {
+        place: WANTED.to_owned(),
+        action: "read",
+        why: error.to_string(),
+    })
+}
+
 /// JSON of our own types cannot fail.
-fn bytes(value: &impl Serialize) -> Vec<u8> {
+pub(crate) fn bytes(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).unwrap_or_default()
 }
 
 #[cfg(test)]
-mod tests;
+mod several;
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,7 +1,8 @@
-//! Where a plan and its steps are kept.
+//! Where a plan and its steps are kept, and who of several coordinators may go on with it.
 //!
-//! Invariant: what [`Store::put`] has returned from is there after the process was killed, and no
-//! two coordinators have the same store open.
+//! Invariants: what [`Store::put`] has returned from is there after the process was killed; of two
+//! coordinators that have the same store only one can write, and the other learns that by
+//! [`EvacuateError::Lost`] before it has changed anything.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -19,16 +20,93 @@ pub trait Store {
     /// # Errors
     /// When it cannot be read.
     fn read(&self, key: &str) -> Result<Option<Vec<u8>>, EvacuateError>;
-    /// Writes one down.
+    /// Writes one down, if this coordinator may still act.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// When it cannot be written; with [`EvacuateError::Lost`] when another has taken over.
     fn put(&mut self, key: &str, value: &[u8]) -> Result<(), EvacuateError>;
     /// All whose key begins with `prefix`.
     ///
     /// # Errors
     /// When they cannot be read.
     fn list(&self, prefix: &str) -> Result<Vec<(String, Vec<u8>)>, EvacuateError>;
+    /// Whether this coordinator may act, as far as can be told without asking anybody.
+    ///
+    /// # Errors
+    /// When it has not been heard of for so long that another may have taken over.
+    fn held(&self) -> Result<(), EvacuateError> {
+        Ok(())
+    }
+    /// The name by which steps are signed.
+    fn who(&self) -> String {
+        String::new()
+    }
+}
+
+/// Who of several coordinators acts.
+pub trait Lease {
+    /// Takes the lease if nobody has it, or if who has it has been silent for too long; or goes on
+    /// with the one that is had already. Does not wait.
+    ///
+    /// # Errors
+    /// When the store does not answer.
+    fn take(&mut self) -> Result<Tenure, EvacuateError>;
+    /// Gives it back, so that another need not wait.
+    fn release(&mut self);
+}
+
+/// Values that others than the coordinator change, too.
+pub trait Wishes {
+    /// Changes the value of `key` from whatever it is to what `change` makes of it.
+    ///
+    /// # Errors
+    /// When the store does not answer.
+    fn change(
+        &self,
+        key: &str,
+        change: &dyn Fn(Option<&[u8]>) -> Vec<u8>,
+    ) -> Result<(), EvacuateError>;
+}
+
+/// Who has a lease.
+///
+/// ```
+/// use godwit_evacuate::Tenure;
+///
+/// let tenure = Tenure::Another("east, process 4711".to_owned());
+/// assert_ne!(tenure, Tenure::Ours { number: 1 });
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Tenure {
+    /// We, until it is lost.
+    Ours {
+        /// The how manieth coordinator this is, from 1.
+        number: u64,
+    },
+    /// Another one, by its name.
+    Another(String),
+}
+
+impl<S: Store + ?Sized> Store for &mut S {
+    fn read(&self, key: &str) -> Result<Option<Vec<u8>>, EvacuateError> {
+        (**self).read(key)
+    }
+
+    fn put(&mut self, key: &str, value: &[u8]) -> Result<(), EvacuateError> {
+        (**self).put(key, value)
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<(String, Vec<u8>)>, EvacuateError> {
+        (**self).list(prefix)
+    }
+
+    fn held(&self) -> Result<(), EvacuateError> {
+        (**self).held()
+    }
+
+    fn who(&self) -> String {
+        (**self).who()
+    }
 }
 
 /// In memory, for tests: a clone is the same store, as a file is for the next process.

@@ -22,7 +22,7 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 const LONGEST_REQUEST: u64 = 1024;
 
 /// A request, and where its answer goes.
-type Asked = (String, Sender<Value>);
+pub(super) type Asked = (String, Sender<Value>);
 
 /// Listens at `path` for those who steer this evacuation.
 pub(super) fn serve(
@@ -33,6 +33,17 @@ pub(super) fn serve(
     let serving = std::thread::Builder::new().name("control".to_owned());
     serving.spawn(move || listen(&listener, &sender)).context("no thread can be had")?;
     Ok((socket, requests))
+}
+
+/// The same where another coordinator of this evacuation, which has lost its lease and may have
+/// been stopped, might still listen: from now on this one is found there.
+pub(super) fn serve_beside(
+    path: &Path,
+) -> anyhow::Result<(godwit_control::steer::Socket, Requests<Asked>)> {
+    let own = path.with_extension(std::process::id().to_string());
+    let served = serve(&own)?;
+    std::fs::rename(&own, path).with_context(|| path.display().to_string())?;
+    Ok(served)
 }
 
 fn listen(listener: &UnixListener, sender: &Sender<Asked>) {

@@ -203,20 +203,6 @@ pub(super) fn news(report: &Report) {
     println!("{}", counts(&as_json(report)));
 }
 
-/// The last line.
-pub(super) fn summary(report: &Report, plan: &Plan, took: Duration) -> String {
-    let forecast = Duration::from_secs_f64(plan.forecast_seconds.clamp(0.0, 1e9));
-    format!(
-        "{} of {} moved in {} (forecast {}), {} where they were, {} for an operator",
-        report.moved,
-        report.vms.len(),
-        format_duration(took),
-        format_duration(forecast),
-        report.stayed,
-        report.in_doubt
-    )
-}
-
 /// What the evacuation says of itself.
 pub(super) fn as_json(report: &Report) -> Value {
     serde_json::to_value(report).unwrap_or_default()
@@ -236,25 +222,39 @@ pub(super) fn whole_report(plan: &Plan, report: &Report, took: Duration, cancell
     whole
 }
 
-/// What became of each VM.
-pub(super) fn as_text(report: &Report, width: usize) -> String {
+/// What became of each VM, and of all of them.
+pub(super) fn ended_text(whole: &Value, width: usize) -> String {
     let columns = [
         Column::words("VM", 0),
         Column::words("state", 0),
         Column::words("to", 0),
         Column::number("moves", 1),
     ];
-    let cells = |vm: &godwit_evacuate::ReportedVm| {
-        let to = vm.to.clone().unwrap_or_else(|| "-".to_owned());
-        vec![vm.name.clone(), vm.state.to_owned(), to, vm.attempts.to_string()]
+    let word = |value: &Value| say::line(value.as_str().unwrap_or("-"));
+    let vms = || whole["vms"].as_array().into_iter().flatten();
+    let cells = |vm: &Value| {
+        vec![word(&vm["name"]), word(&vm["state"]), word(&vm["to"]), vm["attempts"].to_string()]
     };
-    let rows: Vec<Vec<String>> = report.vms.iter().map(cells).collect();
+    let rows: Vec<Vec<String>> = vms().map(cells).collect();
     let mut text = layout::table(&columns, &rows, 0, width);
-    for vm in report.vms.iter().filter(|vm| vm.state != "moved") {
-        if let Some(why) = &vm.why {
-            let label = format!("{}: ", vm.name);
+    for vm in vms().filter(|vm| vm["state"] != "moved") {
+        if let Some(why) = vm["why"].as_str() {
+            let label = format!("{}: ", word(&vm["name"]));
             text += &format!("{}\n", layout::wrap(&label, &say::line(why).to_string(), 4, width));
         }
     }
+    let time = |key: &str| {
+        let seconds = whole[key].as_f64().unwrap_or_default().clamp(0.0, 1e9);
+        format_duration(Duration::from_secs_f64(seconds))
+    };
+    text += &format!(
+        "{} of {} moved in {} (forecast {}), {} where they were, {} for an operator\n",
+        whole["moved"],
+        vms().count(),
+        time("took_seconds"),
+        time("forecast_seconds"),
+        whole["stayed"],
+        whole["in_doubt"]
+    );
     text
 }

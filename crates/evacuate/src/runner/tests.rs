@@ -131,7 +131,7 @@ impl Store for Mortal {
     }
 }
 
-fn plan() -> Plan {
+pub(crate) fn plan() -> Plan {
     let receiver = || Receiver::Listens("127.0.0.1:1".to_owned());
     let vm = |at: usize| PlannedVm {
         name: format!("vm{at}"),
@@ -159,6 +159,7 @@ fn plan() -> Plan {
         destinations: vec![host("east"), host("west")],
         forecast_seconds: 0.0,
         began_ms: 0,
+        home: None,
     }
 }
 
@@ -257,8 +258,26 @@ fn what_is_cancelled_stays_and_can_be_taken_up_again() {
     let report = runner.report();
     assert_eq!(world.borrow().moves.len(), 3, "none begins after that");
     assert!(report.stayed >= 3, "{report:?}");
+    drop(runner);
+    Runner::uncancel(&mut store).unwrap();
     let report = coordinate(&store, &world, u32::MAX).unwrap();
     check(&world.borrow(), &report);
+}
+
+#[test]
+fn a_pause_holds_for_the_next_coordinator() {
+    let (mut store, world) = (MemoryStore::default(), Rc::new(RefCell::new(World::default())));
+    store.put(PLAN, &bytes(&plan())).unwrap();
+    let mut hands = Own(Rc::clone(&world), Life(Rc::new(Cell::new(u32::MAX))));
+    let (mut runner, _) = Runner::resume(store.clone(), "memory", &mut hands).unwrap();
+    runner.pause(true).unwrap();
+    drop(runner);
+    let (mut runner, _) = Runner::resume(store.clone(), "memory", &mut hands).unwrap();
+    assert!(runner.turn().unwrap().is_empty() && !runner.is_over());
+    // As somebody elsewhere writes it down.
+    store.put(WANTED, &bytes(&Wanted { at_once: Some(1), ..Wanted::default() })).unwrap();
+    assert!(runner.heed().unwrap() && !runner.heed().unwrap());
+    assert_eq!(runner.turn().unwrap().len(), 1);
 }
 
 #[test]
