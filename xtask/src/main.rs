@@ -13,6 +13,7 @@ mod database;
 mod deb;
 mod guest;
 mod image;
+mod nats;
 mod previous;
 mod qemu;
 mod witness;
@@ -21,13 +22,14 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const USAGE: &str =
-    "usage: cargo run -p xtask -- guest|guest-database|witnesses|stamp|image|qemu|deb
+    "usage: cargo run -p xtask -- guest|guest-database|witnesses|stamp|image|qemu|nats|deb
   guest   builds target/guest/vmlinuz and target/guest/initramfs.cpio
   guest-database  runs a guest that fills a database: its memory is target/guest/database.ram
   witnesses  makes target/witnesses: guests with a program and a check that are not ours
   stamp   builds target/stamp/godwit-stamp, a static program
   image   makes target/image: that program as kernel and initramfs, as an ISO, and for cloud images
   qemu    installs QEMU and its image tools if missing, and unpacks QEMU 10 into target/qemu-10.0
+  nats    unpacks a NATS server into target/nats
   deb     makes target/deb/godwit_VERSION_ARCHITECTURE.deb; --binary PATH for another build's
           program, --out DIR for another place";
 
@@ -40,6 +42,7 @@ fn main() -> ExitCode {
         "witnesses" => witness::build(),
         "image" => image::build(),
         "qemu" => qemu::provide(),
+        "nats" => nats::provide(),
         "previous" => previous::provide(),
         "deb" => deb::build(std::env::args().skip(2)),
         _ => {

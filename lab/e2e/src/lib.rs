@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod evacuation;
 mod keys;
 mod microvm;
 mod terminal;
