@@ -44,7 +44,7 @@ demo: ## move a running guest between two VMs (DEMO=qemu|kvm|microvm), with proo
 TEST_BUILD := --workspace --features godwit-cli/test-hooks --bins --tests --examples
 
 .PHONY: test
-test: guest qemu previous ## run all tests, those with real QEMUs and guests among them
+test: guest qemu previous nats ## run all tests, those with real QEMUs and guests among them
 	@$(MAKE) --no-print-directory image || echo "tests of the image will say that they are skipped"
 	@$(CARGO) build $(TEST_BUILD)
 	@scripts/run-tests.sh
@@ -54,7 +54,7 @@ deb: ## make the Debian package: target/deb/godwit_VERSION_ARCHITECTURE.deb
 	@$(CARGO) run --quiet --package xtask -- deb
 
 .PHONY: test-long
-test-long: guest qemu previous ## the tests that make test leaves out: the same at many more moments (ten minutes)
+test-long: guest qemu previous nats ## the tests that make test leaves out: the same at many more moments (ten minutes)
 	@$(CARGO) build $(TEST_BUILD)
 	@scripts/run-tests.sh --ignored --test-threads=1
 
@@ -108,6 +108,11 @@ FOLLOWED ?=
 faults-postcopy: guest qemu ## kills and cuts at random moments while the memory of guests follows them (FOLLOWED='--kills 10 --cuts 0' for a part)
 	@$(CARGO) build --package godwit-cli --package godwit-faults --features godwit-cli/test-hooks --bins
 	@target/debug/godwit-followed $(FOLLOWED)
+
+.PHONY: faults-coordinators
+faults-coordinators: nats ## kill or stop one of several coordinators of an evacuation at a hundred random moments (ten minutes)
+	@$(CARGO) build --package godwit-cli --features godwit-cli/test-hooks --bins
+	@$(CARGO) test --package godwit-e2e --test coordinators -- --ignored --nocapture
 
 # Seconds for each target. `make fuzz FUZZ='frames nbd'` for some of them.
 FUZZ_SECONDS ?= 60
@@ -165,6 +170,10 @@ guest-database: guest qemu ## the memory of a guest with a database, target/gues
 qemu: ## install QEMU and qemu-utils if missing; unpack QEMU 10 into target/qemu-10.0
 	@$(CARGO) run --quiet --package xtask -- qemu
 
+.PHONY: nats
+nats: ## unpack a NATS server, for the tests of several coordinators: target/nats
+	@$(CARGO) run --quiet --package xtask -- nats
+
 .PHONY: previous
 previous: ## build the godwit of the release before this one, for the test that runs both: target/previous
 	@$(CARGO) run --quiet --package xtask -- previous
@@ -208,6 +217,15 @@ BENCH_UPGRADE ?=
 bench-upgrade: guest qemu ## how long a guest of 1, 8 and 16 GiB stands still in an upgrade (three minutes; 6 GiB of memory)
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin upgrade
 	@$(CARGO) run --quiet --release --package godwit-bench --bin upgrade -- $(BENCH_UPGRADE)
+
+# `make bench-operators BENCH_OPERATORS='--fresh-clone 212'` with the seconds from a fresh clone to the first finished
+# migration; see the program's own usage line.
+BENCH_OPERATORS ?=
+
+.PHONY: bench-operators
+bench-operators: guest qemu ## what operators see: eight VMs that leave, the help, the report, upgrades (five minutes; 8 GiB of memory)
+	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin operators
+	@$(CARGO) run --quiet --release --package godwit-bench --bin operators -- $(BENCH_OPERATORS)
 
 # `make bench-postcopy BENCH_POSTCOPY='--under kvm --rounds 2'` for a part.
 BENCH_POSTCOPY ?=

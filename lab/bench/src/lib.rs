@@ -13,4 +13,5 @@ pub mod row;
 pub mod still;
 pub mod sys;
 pub mod table;
+pub mod upgrades;
 pub mod waits;
