@@ -71,7 +71,7 @@ mutants: ## break the code in many small ways, one after the other, and list wha
 SOAK ?=
 
 .PHONY: soak
-soak: guest qemu $(if $(findstring witness,$(SOAK)),witnesses) ## eight VMs of every kind, moved to and fro under load: 500 moves (SOAK='--for 8h --faults 10' for more)
+soak: guest qemu $(if $(findstring witness,$(SOAK))$(findstring damage,$(SOAK)),witnesses) ## eight VMs of every kind, moved to and fro under load: 500 moves (SOAK='--for 8h --faults 10' for more)
 	@$(CARGO) build --package godwit-cli --package godwit-soak --features godwit-cli/test-hooks --bins
 	@target/debug/godwit-soak $(SOAK)
 
