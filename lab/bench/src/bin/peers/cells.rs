@@ -166,6 +166,11 @@ impl Guest {
         VmConfig { accelerator: self.accelerator, cpus: self.cpus, ..config }
     }
 
+    /// Whether it writes as fast as it can.
+    pub(crate) fn is_at_full_speed(&self) -> bool {
+        matches!(self.work, Work::Full)
+    }
+
     /// In words.
     pub(crate) fn what(&self) -> String {
         let under = match self.accelerator {

@@ -39,6 +39,7 @@ use godwit_bench::table::{Column, Table, figure};
 use godwit_testbed::{
     Conditions, EmulatedLink, Godwit, QemuBuild, end_children_on_interrupt, kvm_for,
 };
+use procfs::Current;
 
 use cells::{CELLS, Cell};
 use contestants::Contestant;
@@ -214,6 +215,8 @@ impl Run<'_> {
             order.rotate_left((round - 1) % count);
         }
         let link = cell.link.create()?;
+        let tcp = link.near().congestion_control()?;
+        let load = procfs::LoadAverage::current()?.one.into();
         let deadline = self.deadline(cell);
         let tools = Tools { build: &self.build, godwit: &self.godwit, link: &link, deadline };
         let mut rows = Vec::new();
@@ -229,6 +232,8 @@ impl Run<'_> {
                 machine: machine(),
                 qemu: self.build.to_string(),
                 godwit: self.version.clone(),
+                tcp: tcp.clone(),
+                load,
                 cell: cell.name(),
                 contestant: contestant.name().to_owned(),
                 round,

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use anyhow::Context;
 use godwit_bench::chart::Chart;
-use godwit_bench::report::{Report, with_table};
+use godwit_bench::report::{Report, least, most, with_table};
 use godwit_bench::table::figure;
 
 use crate::cells::{CELLS, Cell};
@@ -69,13 +69,18 @@ fn conditions(rows: &[Row]) -> String {
         let words: BTreeSet<&str> = rows.iter().map(|row| of(row).as_str()).collect();
         words.into_iter().collect::<Vec<_>>().join("; ")
     };
+    let loads: Vec<f64> = rows.iter().map(|row| row.load).collect();
     wrapped(&format!(
-        "Measured on {}, with {} and {}; runs begun at {} UTC. {} moves.",
+        "Measured on {}, with {} and {}; TCP: {}; runs begun at {} UTC. {} moves. Load average of \
+         the host before each round: {:.1} to {:.1}, the contestants' own work included.",
         all(|row| &row.machine),
         all(|row| &row.qemu),
         all(|row| &row.godwit),
+        all(|row| &row.tcp),
         all(|row| &row.run),
-        rows.len()
+        rows.len(),
+        least(&loads),
+        most(&loads)
     ))
 }
 
@@ -131,7 +136,12 @@ fn table(cell: &Cell, rows: &[Row]) -> String {
 
 /// A median, and its spread where there is one to show.
 fn shown(moves: &Moves<'_>, of: Figure, digits: usize, scale: f64) -> String {
-    let median = number(moves.median(of) * scale, digits);
+    let median = moves.median(of);
+    // That a move never ends is said once.
+    if median.is_infinite() && of != Figure::Total {
+        return "–".to_owned();
+    }
+    let median = number(median * scale, digits);
     if !WITH_SPREAD.contains(&of) || moves.count() < 2 {
         return median;
     }
@@ -189,7 +199,37 @@ fn draw(rows: &[Row]) -> anyhow::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+
+    #[test]
+    fn a_section_tells_what_never_ended_and_why_and_misses_come_first() {
+        let row = |contestant: &str, total: Option<f64>| -> Row {
+            let (fate, why) = match total {
+                Some(_) => ("moved", None),
+                None => ("late", Some("not done within 30 s")),
+            };
+            let figures =
+                total.map_or(json!({}), |total| json!({ "total": total, "downtime": 5.0 }));
+            serde_json::from_value(json!({
+                "run": "2026-11-26 07:00:00", "machine": "here", "qemu": "QEMU 10.0.2",
+                "godwit": "godwit 0.1.0", "tcp": "cubic", "load": 0.5, "cell": "speed/loop",
+                "contestant": contestant, "round": 1, "place": 1, "fate": fate, "why": why,
+                "figures": figures, "bugs": 0, "own_words": null
+            }))
+            .unwrap()
+        };
+        let rows = [row("godwit", Some(2000.0)), row("QEMU plain", None)];
+        let text = section(&rows);
+        assert!(text.contains("| **godwit** | 1 of 1 | 2.00 | 5.0 |"), "{text}");
+        assert!(text.contains("| QEMU plain | 0 of 1 | never | – |"), "{text}");
+        assert!(text.contains("QEMU plain: not done within 30 s"), "{text}");
+        // Of who never ends nobody takes the measure; without rounds all is within the noise.
+        assert!(text.contains("speed/loop: godwit / QEMU plain: total time | 0.00 |"), "{text}");
+        let missed = text.find("**MISSED").unwrap();
+        assert!(missed < text.find("| met").unwrap(), "{text}");
+    }
 
     #[test]
     fn lines_are_wrapped() {

@@ -75,6 +75,12 @@ pub(crate) struct Row {
     pub(crate) machine: String,
     pub(crate) qemu: String,
     pub(crate) godwit: String,
+    /// TCP's congestion control at the link.
+    #[serde(default)]
+    pub(crate) tcp: String,
+    /// The host's load average before the round.
+    #[serde(default)]
+    pub(crate) load: f64,
     pub(crate) cell: String,
     pub(crate) contestant: String,
     pub(crate) round: usize,
@@ -170,11 +176,16 @@ impl<'a> Moves<'a> {
         [least(&each), most(&each)]
     }
 
-    /// The ratio to another contestant's in each round.
-    pub(crate) fn ratios(&self, other: &Self, figure: Figure) -> Vec<f64> {
+    /// What each round comes to beside another contestant's: their [`ratio`], say.
+    pub(crate) fn beside(
+        &self,
+        other: &Self,
+        figure: Figure,
+        what: fn(f64, f64) -> f64,
+    ) -> Vec<f64> {
         let rounds = self.0.iter().map(|own| {
             let other = other.0.iter().find(|other| other.round == own.round);
-            ratio(own.figure(figure), other.map_or(f64::NAN, |other| other.figure(figure)))
+            what(own.figure(figure), other.map_or(f64::NAN, |other| other.figure(figure)))
         });
         rounds.collect()
     }
@@ -201,6 +212,8 @@ mod tests {
             machine: String::new(),
             qemu: String::new(),
             godwit: String::new(),
+            tcp: String::new(),
+            load: 0.0,
             cell: word("idle/loop"),
             contestant: word(contestant),
             round,
@@ -246,7 +259,7 @@ mod tests {
             row("1", "a", 3, Some(20.0)),
         ];
         let [a, b] = ["a", "b"].map(|who| Moves::of(&rows, "idle/loop", who));
-        let ratios = a.ratios(&b, Figure::Total);
+        let ratios = a.beside(&b, Figure::Total, ratio);
         assert_eq!(ratios[..2], [1.0, 0.5]);
         assert!(ratios[2].is_nan(), "it has no other");
     }

@@ -9,6 +9,8 @@ use crate::rows::{Figure, Moves, Row, ratio};
 
 /// So much is taken for equal.
 const EQUAL: f64 = 1.05;
+/// And so much of work, in seconds.
+const EQUAL_WORK: f64 = 0.1;
 
 const COMPARED: [(&str, Figure); 3] =
     [("total time", Figure::Total), ("downtime", Figure::Downtime), ("CPU", Figure::Cpu)];
@@ -49,21 +51,39 @@ pub(crate) fn enter(cell: &Cell, rows: &[Row], report: &mut Report) {
     for (what, figure) in COMPARED.into_iter().chain(wire) {
         let Some((who, best)) = best(rows, cell, figure, true) else { continue };
         let value = ratio(godwit.median(figure), best);
-        let each = godwit.ratios(&Moves::of(rows, &name, who.name()), figure);
+        let each = godwit.beside(&Moves::of(rows, &name, who.name()), figure, ratio);
         let target = format!("{name}: godwit / {}: {what}", who.name());
         report.target_of_rounds(target, (value, &each), EQUAL, Better::Lower);
     }
-    let [own, other] = [Contestant::GodwitPostCopy, Contestant::PostCopy]
+    let [later, other] = [Contestant::GodwitPostCopy, Contestant::PostCopy]
         .map(|who| Moves::of(rows, &name, who.name()));
-    if own.count() == 0 || other.count() == 0 {
+    if other.count() == 0 {
         return;
     }
-    for (what, figure) in
-        [("total time", Figure::Total), ("downtime", Figure::Downtime), ("work lost", Figure::Lost)]
-    {
-        let value = ratio(own.median(figure), other.median(figure));
-        let each = own.ratios(&other, figure);
+    if cell.guest.is_at_full_speed() {
+        lost(
+            format!("{name}: godwit's work lost, beyond QEMU's post-copy, s"),
+            &godwit,
+            &other,
+            report,
+        );
+    }
+    if later.count() == 0 {
+        return;
+    }
+    for (what, figure) in [("total time", Figure::Total), ("downtime", Figure::Downtime)] {
+        let value = ratio(later.median(figure), other.median(figure));
+        let each = later.beside(&other, figure, ratio);
         let target = format!("{name}: post-copy, godwit / QEMU: {what}");
         report.target_of_rounds(target, (value, &each), EQUAL, Better::Lower);
     }
+    lost(format!("{name}: post-copy, godwit's work lost beyond QEMU's, s"), &later, &other, report);
+}
+
+/// Work lost is compared by its difference: of what is next to nothing a ratio says nothing.
+fn lost(target: String, own: &Moves<'_>, other: &Moves<'_>, report: &mut Report) {
+    let beyond = |own: f64, other: f64| own - other;
+    let value = beyond(own.median(Figure::Lost), other.median(Figure::Lost));
+    let each = own.beside(other, Figure::Lost, beyond);
+    report.target_of_rounds(target, (value, &each), EQUAL_WORK, Better::Lower);
 }
