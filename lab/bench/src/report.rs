@@ -163,7 +163,8 @@ pub fn median_of<'a, R: 'a>(
     median(&rows.into_iter().map(figure).collect::<Vec<_>>())
 }
 
-/// The least of `values`; NaN when one of them is, or for none: what was not measured stays missing.
+/// The least of `values`; NaN when one of them is, or for none: what was not measured stays
+/// missing.
 pub fn least(values: &[f64]) -> f64 {
     let lesser = |a: f64, b: f64| if a.is_nan() || b.is_nan() { f64::NAN } else { a.min(b) };
     values.iter().copied().reduce(lesser).unwrap_or(f64::NAN)

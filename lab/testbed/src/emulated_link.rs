@@ -251,8 +251,9 @@ mod tests {
 
     #[test]
     fn bytes_of_a_device_are_read_from_the_kernels_table() {
-        let table = "Inter-|   Receive\n face |bytes    packets\n    lo:  250 1 0 0 0 0 0 0 251 1 0 0 \
-                     0 0 0 0\n  far0: 7 1 0 0 0 0 0 0 9 1 0 0 0 0 0 0\n";
+        let table = "Inter-|   Receive\n face |bytes    packets\n\
+                     \x20   lo:  250 1 0 0 0 0 0 0 251 1 0 0 0 0 0 0\n\
+                     \x20 far0: 7 1 0 0 0 0 0 0 9 1 0 0 0 0 0 0\n";
         assert_eq!(counts(table, "far0"), Some([7, 9]));
         assert_eq!(counts(table, "lo"), Some([250, 251]));
         assert_eq!(counts(table, "far"), None);

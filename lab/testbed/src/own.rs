@@ -128,7 +128,8 @@ pub fn own_migration_within(
 /// The same under other terms.
 ///
 /// # Errors
-/// When QEMU refuses or fails, a post-copy also when it is not done in time: it cannot be cancelled.
+/// When QEMU refuses or fails, a post-copy also when it is not done in time: it cannot be
+/// cancelled.
 pub fn own_migration_under(
     OwnTerms { host, bandwidth, patience }: OwnTerms<'_>,
     source: &mut TestVm,

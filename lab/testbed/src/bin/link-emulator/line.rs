@@ -1,9 +1,9 @@
 //! One direction of a link: when a packet arrives at the other end, if it does. Pure: times come
 //! from the caller.
 //!
-//! A packet waits until those before it have been sent, is sent at the rate of the link, and travels
-//! for the delay and some of the jitter. Keeps two promises: no packet overtakes another, however
-//! much their delays differ; and from one seed the same packets are lost.
+//! A packet waits until those before it have been sent, is sent at the rate of the link, and
+//! travels for the delay and some of the jitter. Keeps two promises: no packet overtakes another,
+//! however much their delays differ; and from one seed the same packets are lost.
 
 use std::time::{Duration, Instant};
 
