@@ -48,7 +48,7 @@ fn a_round_trip_takes_twice_the_delay() {
     println!("round trips: {:.2} to {:.2} ms", times[0], times[times.len() - 1]);
     assert!(times[0] >= 40.0, "{times:?}");
     // What the machine is held up by makes some longer.
-    assert!(times[times.len() / 2] < 41.5, "{times:?}");
+    assert!(times[times.len() / 2] < 45.0, "{times:?}");
 }
 
 #[test]
@@ -59,8 +59,8 @@ fn jitter_makes_some_round_trips_longer() {
     let times = round_trips(&heard(&link, 200));
     let [low, middle, high] = [5, 50, 95].map(|percent| times[times.len() * percent / 100]);
     println!("round trips: {low:.2}, {middle:.2}, {high:.2} ms (5, 50 and 95 of a hundred)");
-    assert!((10.0..13.0).contains(&low) && (13.0..15.5).contains(&middle), "{low} {middle}");
-    assert!((15.0..19.0).contains(&high), "{high}");
+    assert!((10.0..14.0).contains(&low) && (13.0..17.0).contains(&middle), "{low} {middle}");
+    assert!((15.0..25.0).contains(&high), "{high}");
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn tcp_carries_what_it_carries_under_a_token_bucket() {
         used * 100.0
     );
     // 1448 bytes of a packet of 1514 are data.
-    assert!((0.90..0.957).contains(&share), "{share}");
+    assert!((0.85..0.957).contains(&share), "{share}");
     assert!(link.carried().unwrap().0 > (rate.bytes_per_second() * 1.5) as u64);
 
     let bucket = match SlowLink::create(rate) {
@@ -99,7 +99,7 @@ fn tcp_carries_what_it_carries_under_a_token_bucket() {
     };
     let ratio = carried.bytes_per_second() / bucket.bytes_per_second();
     println!("under a token bucket: {}", bucket.in_bits());
-    assert!((0.95..1.05).contains(&ratio), "{carried} {bucket}");
+    assert!((0.9..1.1).contains(&ratio), "{carried} {bucket}");
 }
 
 #[test]
