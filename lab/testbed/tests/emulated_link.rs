@@ -74,15 +74,23 @@ fn as_many_packets_are_lost_as_it_is_told() {
     assert!((0.13..0.25).contains(&share), "{share}");
 }
 
+const TRIES: u32 = 3;
+
+/// The most of some tries: a machine that is at work makes it less, and nothing makes it more.
+fn most(throughput: impl Fn() -> Rate) -> Rate {
+    let tries = (0..TRIES).map(|_| throughput().bytes_per_second());
+    Rate::from_bytes_per_second(tries.fold(0.0, f64::max))
+}
+
 #[test]
 fn tcp_carries_what_it_carries_under_a_token_bucket() {
     const TEST: &str = "tcp_carries_what_it_carries_under_a_token_bucket";
     let rate = Rate::from_bytes_per_second(200e6 / 8.0);
     let Some(link) = link(TEST, &Conditions::new(rate, Duration::from_millis(2))) else { return };
     let [start, time] = [500, 1500].map(Duration::from_millis);
-    let carried = link.throughput(start, time).unwrap();
+    let carried = most(|| link.throughput(start, time).unwrap());
     let share = carried.bytes_per_second() / rate.bytes_per_second();
-    let used = link.cpu_time().unwrap().as_secs_f64() / (start + time).as_secs_f64();
+    let used = link.cpu_time().unwrap().as_secs_f64() / (TRIES * (start + time)).as_secs_f64();
     println!(
         "carried: {} of {}, a processor by {:.1} %",
         carried.in_bits(),
@@ -94,7 +102,7 @@ fn tcp_carries_what_it_carries_under_a_token_bucket() {
     assert!(link.carried().unwrap().0 > (rate.bytes_per_second() * 1.5) as u64);
 
     let bucket = match SlowLink::create(rate) {
-        Ok(bucket) => bucket.throughput(start, time).unwrap(),
+        Ok(bucket) => most(|| bucket.throughput(start, time).unwrap()),
         Err(why) => return skip(TEST, format_args!("the comparison with tbf: {why:#}")),
     };
     let ratio = carried.bytes_per_second() / bucket.bytes_per_second();
