@@ -13,6 +13,7 @@ mod evacuate;
 mod guard;
 #[cfg(feature = "test-hooks")]
 mod hooks;
+mod host;
 mod keys;
 mod launch;
 mod list;
@@ -79,6 +80,9 @@ enum Command {
     Plan(plan::Arguments),
     /// Empty this host: move its VMs to where there is room.
     Evacuate(evacuate::Arguments),
+    /// Ask the godwitd of a host: its room, what runs there, destinations.
+    #[command(subcommand)]
+    Host(host::Command),
     /// Show migrations that run: progress, estimates and settings.
     Status(steer::StatusArguments),
     /// Change settings of a migration that runs.
@@ -142,6 +146,7 @@ fn main() -> ExitCode {
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Evacuate(arguments) => evacuate::run(&arguments),
+        Command::Host(command) => host::run(&command),
         Command::Status(arguments) => steer::status(&arguments),
         Command::Set(arguments) => steer::set(&arguments),
         Command::Redirect(arguments) => steer::redirect(&arguments),
