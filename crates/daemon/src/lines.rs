@@ -99,7 +99,6 @@ impl Lines {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use std::io::Write;
     use std::os::unix::net::UnixStream;

@@ -228,7 +228,6 @@ fn check_way(name: &str, way: &Way) -> anyhow::Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use clap::Parser;
 

@@ -149,7 +149,6 @@ fn serve(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -137,7 +137,6 @@ fn answer(request: Request, text: &dyn Fn() -> anyhow::Result<String>) -> std::i
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use std::collections::BTreeSet;
 

@@ -19,11 +19,14 @@ pub(super) fn ask(list: &mut List, to: &[HostAddress], keys: Option<&Path>) -> a
     let godwit = std::env::current_exe().context("this program cannot be found")?;
     let godwit = godwit.to_str().context("this program's path is no text")?;
     let keys = keys.map(std::path::absolute).transpose().context("--keys")?;
-    list.destinations.extend(to.iter().map(|host| ListedDestination {
-        name: host.name().to_owned(),
-        godwitd: Some(host.to_string()),
-        ..ListedDestination::default()
-    }));
+    for host in to {
+        let is_taken = list.destinations.iter().any(|listed| listed.name == host.name());
+        list.destinations.push(ListedDestination {
+            name: if is_taken { host.to_string() } else { host.name().to_owned() },
+            godwitd: Some(host.to_string()),
+            ..ListedDestination::default()
+        });
+    }
     for listed in &mut list.destinations {
         let Some(text) = listed.godwitd.clone() else { continue };
         let place = || format!("destination '{}'", listed.name);
