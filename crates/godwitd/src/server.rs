@@ -7,6 +7,7 @@
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -32,6 +33,8 @@ const MOST_ASKING: usize = 32;
 const MOST_FOLLOWING: usize = 256;
 /// Destinations that are followed are looked at this often.
 const LOOK: Duration = Duration::from_millis(50);
+/// Destinations that end with godwitd are followed to their end, for this time at most.
+const FAREWELL: Duration = Duration::from_secs(2);
 /// Who was told no has this time to hear it.
 const PARTING: Duration = Duration::from_secs(1);
 /// Names of records in a list.
@@ -48,10 +51,22 @@ struct Host {
     following: AtomicUsize,
 }
 
-/// Listens for as long as it lives.
+/// Listens until it is cancelled; dropped then, it has answered.
 pub(crate) struct Server {
-    /// The operator's socket, whose file goes with it.
-    _local: Listener,
+    host: Arc<Host>,
+    listening: Vec<JoinHandle<()>>,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // The file of the operator's socket goes with the thread that listens there.
+        self.listening.drain(..).for_each(|thread| drop(thread.join()));
+        // Who follows a destination hears of its end.
+        let until = Instant::now() + FAREWELL;
+        while self.host.following.load(Ordering::Relaxed) > 0 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
 }
 
 /// One of so many, while it lives.
@@ -123,11 +138,11 @@ impl Server {
             });
             eprintln!("godwitd: metrics at http://{}/metrics", served?);
         }
-        serve("local", Arc::clone(&host), listener.clone(), None)?;
+        let mut listening = vec![serve("local", Arc::clone(&host), listener, None)?];
         if let Some((bound, security)) = remote {
-            serve("hosts", host, bound, Some(security))?;
+            listening.push(serve("hosts", Arc::clone(&host), bound, Some(security))?);
         }
-        Ok(Self { _local: listener })
+        Ok(Self { host, listening })
     }
 }
 
@@ -137,7 +152,7 @@ fn serve(
     host: Arc<Host>,
     listener: Listener,
     security: Option<Security>,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<JoinHandle<()>> {
     let accept = move || {
         while !host.cancel.is_cancelled() {
             let accepted = listener.accept(None, || host.cancel.is_cancelled());
@@ -157,8 +172,7 @@ fn serve(
             let _ = thread.spawn(move || host.greet(stream, security.as_ref()));
         }
     };
-    std::thread::Builder::new().name(name.to_owned()).spawn(accept).context("no thread")?;
-    Ok(())
+    std::thread::Builder::new().name(name.to_owned()).spawn(accept).context("no thread")
 }
 
 impl Host {
@@ -264,7 +278,11 @@ impl Host {
     /// it any more.
     fn follow(&self, stream: &mut Stream, id: &str, from: usize) -> Result<(), String> {
         let (mut told, mut length) = (from, None);
-        while !self.cancel.is_cancelled() {
+        let mut leaves: Option<Instant> = None;
+        while leaves.is_none_or(|until| Instant::now() < until) {
+            if self.cancel.is_cancelled() {
+                leaves.get_or_insert_with(|| Instant::now() + FAREWELL);
+            }
             let now = self.destinations.length(id);
             // Whether it lives is looked at each time, what it has said when there is more of it.
             let said = self.destinations.said(id)?;

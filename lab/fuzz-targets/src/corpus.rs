@@ -553,6 +553,11 @@ fn lines() -> Vec<Seed> {
                 "disk_granularity": 65536, "security": { "insecure": true } }),
         json!({ "command": "receive", "listen": "[::1]:0", "wait_ms": null }),
         json!({ "command": "plug", "bytes": 4096, "slots": 3 }),
+        // Of a godwitd.
+        json!({ "version": 1, "command": "receive", "id": "a-1", "way": "libvirt",
+                "vm": { "name": "a", "memory_bytes": 4096, "cpu": "EPYC" } }),
+        json!({ "version": 1, "command": "follow", "id": "a-1", "from": 3 }),
+        json!({ "answer": "said", "n": 1, "line": { "event": "listening" } }),
     ];
     let progress = Progress {
         elapsed: std::time::Duration::from_millis(4321),
