@@ -20,7 +20,7 @@ use crate::security::default_keys;
 /// Of the list of what was, for people.
 const SHOWN: usize = 10;
 
-/// Ask the godwitd of a host: its room, what runs there, destinations.
+/// Ask the godwitd of a host: its room, VMs, destinations.
 ///
 /// HOST is godwitd://NAME, with :PORT and /WAY as needed, or unix:PATH; without one it is the
 /// godwitd of this host. Other hosts are asked over TLS, with this host's keys: docs/godwitd.md.

@@ -54,7 +54,7 @@ operator is needed; 4 a microvm's guest has died; 130 cancelled by Ctrl-C.
 /// Live-migrates running virtual machines, exactly and without losing one.
 #[derive(Debug, Parser)]
 #[command(name = "godwit", version, max_term_width = 80)]
-#[command(after_help = format!("{BELOW}\n{GRAMMAR}"))]
+#[command(after_help = format!("{BELOW}{GRAMMAR}"))]
 struct Arguments {
     /// Tell each step: off, error, warn, info, debug or trace
     #[arg(long, global = true, value_name = "LEVEL", default_value = "off",
@@ -80,7 +80,7 @@ enum Command {
     Plan(plan::Arguments),
     /// Empty this host: move its VMs to where there is room.
     Evacuate(evacuate::Arguments),
-    /// Ask the godwitd of a host: its room, what runs there, destinations.
+    /// Ask the godwitd of a host: its room, VMs, destinations.
     #[command(subcommand)]
     Host(host::Command),
     /// Show migrations that run: progress, estimates and settings.

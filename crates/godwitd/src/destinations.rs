@@ -336,7 +336,7 @@ impl Destinations {
         self.signal(&written)
     }
 
-    /// Tells a destination to end, as Ctrl-C does.
+    /// Tells a destination to end; to it that is the same as Ctrl-C.
     fn signal(&self, written: &Written) -> Result<(), String> {
         let cannot = |why: &str| format!("destination '{}' cannot be ended: {why}", written.id);
         let Some((number, at)) = written.process else {
@@ -351,7 +351,8 @@ impl Destinations {
         if begun(number) != Some(at) {
             return Ok(());
         }
-        pidfd_send_signal(&process, Signal::INT).map_err(|error| cannot(&error.to_string()))
+        // SIGINT would stay ignored where whoever started godwitd had it ignore that.
+        pidfd_send_signal(&process, Signal::TERM).map_err(|error| cannot(&error.to_string()))
     }
 
     fn await_end(&self, id: &str) -> Result<(), String> {
@@ -375,8 +376,7 @@ impl Destinations {
         let waiting: Vec<Written> = self.all().into_iter().filter(waits).collect();
         let told = waiting.iter().filter(|written| self.signal(written).is_ok());
         let told: Vec<&Written> = told.collect();
-        told.iter().for_each(|written| drop(self.await_end(&written.id)));
-        told.len()
+        told.iter().filter(|written| self.await_end(&written.id).is_ok()).count()
     }
 
     /// What is listed: all, the newest first.

@@ -306,9 +306,10 @@ fn a_guest_moves_to_a_host_with_room_by_a_destination_that_its_godwitd_started()
     ensure!(one["state"] == "here" && one["vm"]["name"] == "web01", "{listed}");
     ensure!(one["vm"]["memory_bytes"] == 256 << 20 && one["way"] == "made", "{listed}");
     ensure!(listed["destinations"].as_array().map(Vec::len) == Some(1), "{listed}");
-    let monitor = one["monitor"].as_str().context("no monitor")?;
+    let there = roomy.started(one["id"].as_str().context("no id")?)?;
+    ensure!(one["monitor"] == there.monitor.display().to_string(), "{listed}");
     let vms = listed["vms"]["vms"].as_array().context("no VMs")?;
-    ensure!(vms.iter().any(|vm| vm["vm"] == format!("qemu:{monitor}")), "{}", listed["vms"]);
+    ensure!(vms.iter().any(|vm| vm["pid"] == there.pid), "{}", listed["vms"]);
     ensure!(world.listed(&full)?["destinations"] == json!([]), "it was chosen");
     // For people, too.
     let local = format!("unix:{}", roomy.socket.display());
