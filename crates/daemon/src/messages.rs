@@ -269,6 +269,10 @@ mod tests {
         ] {
             assert_eq!(Request::parse(request.line().as_bytes()), Ok(request));
         }
+        let receive =
+            |vm: &str| format!(r#"{{"version":1,"command":"receive","id":"a","vm":{vm}}}"#);
+        let more = receive(r#"{"name":"a","memory_bytes":1,"argv":[]}"#);
+        let less = receive(r#"{"name":"a","memory_bytes":-1}"#);
         for (line, words) in [
             ("", "no JSON"),
             ("[1]", "a JSON object"),
@@ -279,14 +283,8 @@ mod tests {
             (r#"{"version":1,"command":"run"}"#, "unknown variant `run`"),
             (r#"{"version":1,"command":"room","hurry":1}"#, "unknown field `hurry`"),
             (r#"{"version":1,"command":"stop"}"#, "missing field `id`"),
-            (
-                r#"{"version":1,"command":"receive","id":"a","vm":{"name":"a","memory_bytes":1,"argv":[]}}"#,
-                "unknown field `argv`",
-            ),
-            (
-                r#"{"version":1,"command":"receive","id":"a","vm":{"name":"a","memory_bytes":-1}}"#,
-                "invalid value",
-            ),
+            (more.as_str(), "unknown field `argv`"),
+            (less.as_str(), "invalid value"),
         ] {
             let why = Request::parse(line.as_bytes()).unwrap_err();
             assert!(why.contains(words) && !why.contains('\n'), "{line}: {why}");

@@ -284,7 +284,7 @@ mod tests {
     fn what_is_wrong_with_a_file_is_told_with_its_place() {
         for (text, words) in [
             ("a = 1", "line 1: unknown field `a`"),
-            ("\nreserve = \"4G\"", "reserve"),
+            ("\nreserve = \"512\"", "reserve: '512' is ambiguous"),
             ("metrics = \"9709\"", "line 1: "),
             ("[way.a]\nreceive = [\"--vm\", \"libvirt:\", \"--listen=0.0.0.0:1\"]", "godwitd's"),
             ("[way.a]\nreceive = [\"--vm\", \"libvirt:\", \"--insecure\"]", "godwitd's to say"),

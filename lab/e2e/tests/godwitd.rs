@@ -356,6 +356,12 @@ fn a_godwitd_that_is_killed_while_a_guest_arrives_lists_it_when_it_is_back() -> 
     ensure!(report["moved"] == 1, "{report}");
     let here = world.await_state(&daemon, "here")?;
     ensure!(here["id"] == before["id"], "{here}");
+    // Who asked has heard each line once, with the godwitd in between gone and back.
+    let id = here["id"].as_str().context("no id")?;
+    let heard = world.path(&format!("evacuations/{}/moves/web01@{EAST}.receive", world.name));
+    let heard = std::fs::read_to_string(heard)?;
+    let said = std::fs::read_to_string(daemon.state.join(format!("{id}.jsonl")))?;
+    ensure!(heard.lines().count() == said.lines().count(), "{heard}\n{said}");
     guest.check_moved(&daemon, &here["id"])
 }
 

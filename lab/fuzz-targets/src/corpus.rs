@@ -553,7 +553,8 @@ fn lines() -> Vec<Seed> {
                 "disk_granularity": 65536, "security": { "insecure": true } }),
         json!({ "command": "receive", "listen": "[::1]:0", "wait_ms": null }),
         json!({ "command": "plug", "bytes": 4096, "slots": 3 }),
-        // Of a godwitd.
+    ];
+    let daemon = [
         json!({ "version": 1, "command": "receive", "id": "a-1", "way": "libvirt",
                 "vm": { "name": "a", "memory_bytes": 4096, "cpu": "EPYC" } }),
         json!({ "version": 1, "command": "follow", "id": "a-1", "from": 3 }),
@@ -604,6 +605,7 @@ fn lines() -> Vec<Seed> {
         ("requests", text(&requests)),
         ("answers", text(&answers)),
         ("progress", text(&[json(&Answer::Progress(Box::new(progress)))])),
+        ("daemon", text(&daemon)),
     ]
 }
 
