@@ -249,7 +249,8 @@ impl Guest {
         let files = GuestFiles::find()?;
         let files = files.kernel.parent().context("no directory")?.display().to_string();
         let beside = room.instead_of(&vm.qmp_socket());
-        let mut words = vec!["--start", "--map", &beside, "--map", &files];
+        // What should be refused and is not ends within a minute.
+        let mut words = vec!["--start", "--wait", "60s", "--map", &beside, "--map", &files];
         let emulator = build.program.display().to_string();
         if Path::new(&emulator).is_absolute() {
             words.extend(["--emulator", &emulator]);
