@@ -14,7 +14,8 @@ use crate::apt;
 /// What is done for: `xtask deb [--binary PATH] [--out DIR]`.
 #[derive(Debug)]
 struct Wish {
-    /// The program to put into it, beside which `godwitd` lies; `None`: the release build, made now.
+    /// The program to put into it, beside which `godwitd` lies; `None`: the release build, made
+    /// now.
     binary: Option<PathBuf>,
     /// Where the package is put.
     out: PathBuf,
