@@ -95,8 +95,8 @@ fn manual(program: &Path, dir: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What `program` prints for `words` and a shell, where each shell of Debian looks for what packages
-/// bring.
+/// What `program` prints for `words` and a shell, where each shell of Debian looks for what
+/// packages bring.
 fn completions(program: &Path, words: &[&str], share: &Path) -> anyhow::Result<()> {
     let name = program.file_name().context("a file without a name")?.to_string_lossy();
     let shells = [

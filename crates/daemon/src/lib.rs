@@ -5,7 +5,7 @@
 //!   {"version":1,"command":"room"}               -> {"answer":"room", …}
 //!   {"version":1,"command":"list"}               -> {"answer":"list", …}
 //!   {"version":1,"command":"receive","id":"…",
-//!    "vm":{"name":"web01","memory_bytes":…}}     -> {"answer":"taken", …} {"answer":"said", …} … {"answer":"ended"}
+//!    "vm":{"name":"web01","memory_bytes":…}}     -> {"answer":"taken", …}, then as for follow
 //!   {"version":1,"command":"follow","id":"…"}    -> {"answer":"said", …} … {"answer":"ended"}
 //!   {"version":1,"command":"stop","id":"…"}      -> {"answer":"done"}
 //!   anything that is not done                    -> {"answer":"refused","error":"…"}
