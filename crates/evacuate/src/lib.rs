@@ -27,6 +27,7 @@ mod plan;
 mod runner;
 mod store;
 
+pub use command::filled;
 pub use list::{List, ListedDestination, ListedVm, exact, fits};
 pub use moves::{Moves, migration};
 pub use plan::{Attempt, Plan, PlannedDestination, PlannedVm, Receiver, Step};
