@@ -71,7 +71,7 @@ mutants: ## break the code in many small ways, one after the other, and list wha
 SOAK ?=
 
 .PHONY: soak
-soak: guest qemu $(if $(findstring witness,$(SOAK)),witnesses) ## eight VMs of every kind, moved to and fro under load: 500 moves (SOAK='--for 8h --faults 10' for more)
+soak: guest qemu $(if $(findstring witness,$(SOAK))$(findstring damage,$(SOAK)),witnesses) ## eight VMs of every kind, moved to and fro under load: 500 moves (SOAK='--for 8h --faults 10' for more)
 	@$(CARGO) build --package godwit-cli --package godwit-soak --features godwit-cli/test-hooks --bins
 	@target/debug/godwit-soak $(SOAK)
 
@@ -194,6 +194,14 @@ bench-any: guest qemu ## anonymous memory on huge pages, KVM and TCG, against ea
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin any
 	@$(CARGO) run --quiet --release --package godwit-bench --bin any -- $(BENCH_ANY)
 
+# `make bench-peers BENCH_PEERS='--only idle-1/loop --rounds 1'` for a part, `BENCH_PEERS=--list` for the cells; see --help.
+BENCH_PEERS ?=
+
+.PHONY: bench-peers
+bench-peers: guest qemu ## a grid of guests and links, each moved by godwit and by QEMU in all of its ways; needs root (BENCH_PEERS=--list)
+	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-testbed --bin link-emulator --package godwit-bench --bin peers
+	@$(CARGO) run --quiet --release --package godwit-bench --bin peers -- $(BENCH_PEERS)
+
 # `make bench-managers BENCH_MANAGERS='--only idle --rounds 1'` for a part.
 BENCH_MANAGERS ?=
 
@@ -275,7 +283,7 @@ bench-microvm: ## downtime of a 1 GiB microvm, moved twenty times over loopback
 BENCH_POLICY ?= --rounds 3
 
 .PHONY: bench-policy
-bench-policy: guest qemu ## busy guests over a slow link: every throttle against every way of QEMU's (eight minutes)
+bench-policy: guest qemu ## busy guests over a slow link: every throttle against every way of QEMU's (twenty minutes)
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin policy
 	@$(CARGO) run --quiet --release --package godwit-bench --bin policy -- $(BENCH_POLICY)
 
@@ -291,7 +299,7 @@ bench-disks: guest qemu ## disks that move along, beside QEMU's own way over a s
 BENCH_FREE ?= --rounds 3
 
 .PHONY: bench-free
-bench-free: guest qemu ## guests that do not use all their memory: godwit, QEMU plain, QEMU's free-page hints (forty minutes)
+bench-free: guest qemu ## guests that do not use all their memory: godwit, and QEMU with its free-page hints and with the same balloon (an hour)
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin free
 	@$(CARGO) run --quiet --release --package godwit-bench --bin free -- $(BENCH_FREE)
 

@@ -1,7 +1,8 @@
-//! `make deb`: the Debian package of the command, with its manual, completions and documents.
+//! `make deb`: the Debian package of the command and of the daemon, with their manual, completions
+//! and documents.
 //!
-//! Keeps one promise: what is in the package was made by the program in it, and the package says
-//! the least version of the C library that this program was built against.
+//! Keeps one promise: what is in the package was made by the programs in it, and the package says
+//! the least version of the C library that these were built against.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,7 +14,8 @@ use crate::apt;
 /// What is done for: `xtask deb [--binary PATH] [--out DIR]`.
 #[derive(Debug)]
 struct Wish {
-    /// The program to put into it; `None`: the release build, made now.
+    /// The program to put into it, beside which `godwitd` lies; `None`: the release build, made
+    /// now.
     binary: Option<PathBuf>,
     /// Where the package is put.
     out: PathBuf,
@@ -45,11 +47,18 @@ pub(crate) fn build(words: impl Iterator<Item = String>) -> anyhow::Result<()> {
     let root = out.join("root");
     apt::empty(&root)?;
     let program = root.join("usr/bin/godwit");
-    copy(&binary, &program)?;
-    apt::output(Command::new("strip").arg("--strip-all").arg(&program))?;
-    set_mode(&program, 0o755)?;
+    let daemon = root.join("usr/bin/godwitd");
+    for (from, to) in [(&binary, &program), (&binary.with_file_name("godwitd"), &daemon)] {
+        copy(from, to)?;
+        apt::output(Command::new("strip").arg("--strip-all").arg(to))?;
+        set_mode(to, 0o755)?;
+    }
     manual(&program, &root.join("usr/share/man/man1"))?;
-    completions(&program, &root.join("usr/share"))?;
+    let page = root.join("usr/share/man/man8/godwitd.8");
+    write(&page, &apt::output(Command::new(&daemon).arg("--man"))?)?;
+    apt::output(Command::new("gzip").args(["--best", "--no-name"]).arg(&page))?;
+    completions(&program, &["completions"], &root.join("usr/share"))?;
+    completions(&daemon, &["--completions"], &root.join("usr/share"))?;
     documents(&root.join("usr/share/doc/godwit"))?;
     units(&root.join("usr/lib/systemd/system"))?;
     let architecture = apt::output(Command::new("dpkg").arg("--print-architecture"))?;
@@ -66,10 +75,13 @@ pub(crate) fn build(words: impl Iterator<Item = String>) -> anyhow::Result<()> {
 
 /// The release build, without what only tests have.
 fn release() -> anyhow::Result<PathBuf> {
-    println!("building godwit (cargo build --release)");
+    println!("building godwit and godwitd (cargo build --release)");
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let words = ["build", "--quiet", "--release", "--package", "godwit-cli", "--bin", "godwit"];
-    apt::output(Command::new(cargo).args(words).arg("--target-dir").arg(crate::target_dir()))?;
+    let packages = ["--package", "godwit-cli", "--package", "godwitd"];
+    let programs = ["--bin", "godwit", "--bin", "godwitd"];
+    let mut build = Command::new(cargo);
+    build.args(["build", "--quiet", "--release"]).args(packages).args(programs);
+    apt::output(build.arg("--target-dir").arg(crate::target_dir()))?;
     Ok(crate::target_dir().join("release/godwit"))
 }
 
@@ -83,15 +95,17 @@ fn manual(program: &Path, dir: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where each shell of Debian looks for what packages bring.
-fn completions(program: &Path, share: &Path) -> anyhow::Result<()> {
+/// What `program` prints for `words` and a shell, where each shell of Debian looks for what
+/// packages bring.
+fn completions(program: &Path, words: &[&str], share: &Path) -> anyhow::Result<()> {
+    let name = program.file_name().context("a file without a name")?.to_string_lossy();
     let shells = [
-        ("bash", "bash-completion/completions/godwit"),
-        ("zsh", "zsh/vendor-completions/_godwit"),
-        ("fish", "fish/vendor_completions.d/godwit.fish"),
+        ("bash", format!("bash-completion/completions/{name}")),
+        ("zsh", format!("zsh/vendor-completions/_{name}")),
+        ("fish", format!("fish/vendor_completions.d/{name}.fish")),
     ];
     for (shell, place) in shells {
-        let text = apt::output(Command::new(program).args(["completions", shell]))?;
+        let text = apt::output(Command::new(program).args(words).arg(shell))?;
         write(&share.join(place), &text)?;
     }
     Ok(())

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   from       the VMs that the host has, as its manager tells
+//!   hosts      destinations whose godwitd is asked
 //!   limits     what is changed while it runs
 //!   control    the socket by which it is steered, from both ends
 //!   tell       what is printed: the plan, each step, the end
@@ -11,6 +12,7 @@
 
 mod control;
 mod from;
+mod hosts;
 mod limits;
 mod live;
 mod shared;
@@ -23,6 +25,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
 use clap::Args;
+use godwit_daemon::client::HostAddress;
 use godwit_engine::Cancel;
 use godwit_evacuate::{EvacuateError, Event, List, Moves, Plan, RedbStore, Runner, Store};
 use godwit_fleet::{Evacuation, NoFaults, run as run_virtually};
@@ -66,12 +69,21 @@ pub(crate) struct Arguments {
     /// The file that lists VMs and destinations
     #[arg(value_name = "LIST")]
     #[arg(required_unless_present_any =
-        ["resume", "pause", "proceed", "cancel", "status", "set", "hands"])]
+        ["resume", "pause", "proceed", "cancel", "status", "set", "to", "hands"])]
     list: Option<PathBuf>,
+
+    /// Move them to this host too, whose godwitd is asked for room and destinations:
+    /// godwitd://HOST, with :PORT and /WAY as needed; more than once for several
+    #[arg(long, value_name = "HOST", conflicts_with = "resume")]
+    to: Vec<HostAddress>,
+
+    /// Encrypt with this host's keys in DIR, as `godwit migrate --keys` does
+    #[arg(long, value_name = "DIR", conflicts_with = "resume")]
+    keys: Option<PathBuf>,
 
     /// Whose VMs leave: libvirt or libvirt:URI for the domains that run, proxmox for the VMs of
     /// this node; LIST then says only where to
-    #[arg(long, value_name = "MANAGER", requires = "list")]
+    #[arg(long, value_name = "MANAGER", conflicts_with = "resume")]
     from: Option<From>,
 
     /// Of these only those of these names
@@ -207,7 +219,8 @@ fn evacuations(arguments: &Arguments) -> anyhow::Result<PathBuf> {
 
 fn evacuate(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let directory = directory(arguments)?;
-    let plan = arguments.list.as_deref().map(|list| planned(arguments, list)).transpose()?;
+    let begins = arguments.list.is_some() || !arguments.to.is_empty();
+    let plan = begins.then(|| planned(arguments)).transpose()?;
     if let Some(plan) = plan.as_ref().filter(|_| arguments.dry_run) {
         tell::plan(plan, arguments.json);
         return Ok(ExitCode::SUCCESS);
@@ -398,15 +411,17 @@ fn private(directory: &Path) -> std::io::Result<()> {
 }
 
 /// The plan for the list, with its forecast.
-fn planned(arguments: &Arguments, list: &Path) -> anyhow::Result<Plan> {
-    let file = list.display().to_string();
+fn planned(arguments: &Arguments) -> anyhow::Result<Plan> {
+    let file = arguments.list.as_ref().map(|list| list.display().to_string());
+    let file = file.unwrap_or_else(|| "--to".to_owned());
     if arguments.bandwidth == Rate::ZERO {
         bail!("--bandwidth 0: nothing would move");
     }
-    let mut list = List::read(list)?;
+    let mut list = arguments.list.as_deref().map_or_else(|| Ok(List::default()), List::read)?;
     if let Some(from) = &arguments.from {
         list = list.of(&file, from.vms(&arguments.only, &arguments.except)?)?;
     }
+    hosts::ask(&mut list, &arguments.to, arguments.keys.as_deref())?;
     let mut plan = list.plan(&file, arguments.bandwidth, arguments.at_once)?;
     if plan.vms.is_empty() {
         bail!(
@@ -426,7 +441,9 @@ fn planned(arguments: &Arguments, list: &Path) -> anyhow::Result<Plan> {
 fn options(arguments: &Arguments) -> Vec<String> {
     let cpus = arguments.cpus.as_ref().map(|cpus| format!("--cpus={cpus}"));
     let hook = arguments.hook_after.as_ref().map(|command| format!("--hook-after={command}"));
-    cpus.into_iter().chain(hook).chain(arguments.options.iter().cloned()).collect()
+    let keys = arguments.keys.as_ref().and_then(|dir| std::path::absolute(dir).ok());
+    let keys = keys.map(|dir| format!("--keys={}", dir.display()));
+    keys.into_iter().chain(cpus).chain(hook).chain(arguments.options.iter().cloned()).collect()
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ mod evacuate;
 mod guard;
 #[cfg(feature = "test-hooks")]
 mod hooks;
+mod host;
 mod keys;
 mod launch;
 mod list;
@@ -53,7 +54,7 @@ operator is needed; 4 a microvm's guest has died; 130 cancelled by Ctrl-C.
 /// Live-migrates running virtual machines, exactly and without losing one.
 #[derive(Debug, Parser)]
 #[command(name = "godwit", version, max_term_width = 80)]
-#[command(after_help = format!("{BELOW}\n{GRAMMAR}"))]
+#[command(after_help = format!("{BELOW}{GRAMMAR}"))]
 struct Arguments {
     /// Tell each step: off, error, warn, info, debug or trace
     #[arg(long, global = true, value_name = "LEVEL", default_value = "off",
@@ -79,6 +80,9 @@ enum Command {
     Plan(plan::Arguments),
     /// Empty this host: move its VMs to where there is room.
     Evacuate(evacuate::Arguments),
+    /// Ask the godwitd of a host: its room, VMs, destinations.
+    #[command(subcommand)]
+    Host(host::Command),
     /// Show migrations that run: progress, estimates and settings.
     Status(steer::StatusArguments),
     /// Change settings of a migration that runs.
@@ -142,6 +146,7 @@ fn main() -> ExitCode {
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Evacuate(arguments) => evacuate::run(&arguments),
+        Command::Host(command) => host::run(&command),
         Command::Status(arguments) => steer::status(&arguments),
         Command::Set(arguments) => steer::set(&arguments),
         Command::Redirect(arguments) => steer::redirect(&arguments),

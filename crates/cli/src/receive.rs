@@ -1,6 +1,8 @@
 //! `godwit receive`.
 
+use std::fs::DirBuilder;
 use std::io;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -12,7 +14,9 @@ use godwit_control::messages::{Cost, ReceiveRequest};
 use godwit_disk::DiskChoice;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
-use godwit_engine::destination::{Fetched, Left, Notice, Options, Received, follow, receive};
+use godwit_engine::destination::{
+    DumpStage, Dumped, Fetched, Left, Notice, Options, Received, follow, receive,
+};
 use godwit_engine::security::Security;
 use godwit_engine::vm::DestinationVm;
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor, limits};
@@ -115,10 +119,23 @@ pub(crate) struct Arguments {
     #[arg(long = "disk", value_name = "NAME=PATH", value_parser = disk_path)]
     disk_paths: Vec<(String, PathBuf)>,
 
+    /// How many times the network is told where the guest's cards are when it runs here, ever more
+    /// slowly; 0: not at all. Of QEMUs that wait or are started [default: QEMU's own setting, and 5
+    /// times more]
+    #[arg(long, value_name = "ROUNDS", value_parser = clap::value_parser!(u16).range(..=1000))]
+    announce: Option<u16>,
+
     /// Take the guest in even if it may come to use more memory than this host, or the control
     /// group of the VM, has left; then the kernel may end the VM when memory runs out
     #[arg(long)]
     overcommit: bool,
+
+    /// For hunting a bug: write all of the guest's memory into files of this directory, once when
+    /// it has all arrived and once more when device state is loaded, and say which pages differ.
+    /// The guest stands still meanwhile. Files are this user's alone, as is a directory that is
+    /// made for them
+    #[arg(long, value_name = "DIR")]
+    dump: Option<PathBuf>,
 
     /// Do not confine the threads that read what comes from outside, which else have no capability
     /// and only the system calls of their work: for a host where that is in the way
@@ -226,6 +243,11 @@ fn take_in(
                          started for the guest ends with this command";
             Err(RequestError::Refused(words.into()))
         }
+        Some(VmName::Libvirt { .. } | VmName::Microvm(_)) if arguments.announce.is_some() => {
+            let words = "--announce is for a QEMU that waits or is started: libvirt \
+                         has its own way, and a microvm has no network card";
+            Err(RequestError::Refused(words.into()))
+        }
         None => take_into_started(arguments, cancel, notice, again),
         Some(VmName::Qemu(path)) => {
             if let Some(fetched) = fetch_left(path, arguments, cancel, notice)? {
@@ -233,6 +255,7 @@ fn take_in(
             }
             let vm = QemuDestination::open(path)
                 .and_then(|mut vm| vm.check_disks(&arguments.disks).map(|()| vm));
+            let vm = vm.map(|vm| vm.announcing(arguments.announce));
             let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
             let mut vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
             let record = arguments.state_dir.as_ref().map(|dir| vm.record_in(dir));
@@ -273,6 +296,7 @@ fn take_in(
                 overcommit: arguments.overcommit,
                 security: arguments.security.wish(),
                 reconnect_ms: u64::try_from(arguments.reconnect.as_millis()).unwrap_or(u64::MAX),
+                dump: dump_directory(arguments)?,
                 unconfined: arguments.unconfined,
             };
             let mut listening = |address: &str| {
@@ -350,6 +374,7 @@ fn take_into_started(
         dry_run: arguments.dry_run,
         godwit: PathBuf::from(process::THIS_PROGRAM),
         disks: arguments.disks.clone(),
+        announce: arguments.announce,
         in_place: None,
         command: None,
         told: Box::new(move |shown| tell_shown(shown, json)),
@@ -448,10 +473,26 @@ fn options(arguments: &Arguments, record: Option<PathBuf>) -> Result<Options, Re
         overcommit: arguments.overcommit,
         reconnect: arguments.reconnect,
         record,
+        dump: dump_directory(arguments)?,
         confined: !arguments.unconfined && godwit_confine::is_available(),
         #[cfg(feature = "test-hooks")]
         faults: arguments.hooks.faults(),
         ..Options::default()
+    })
+}
+
+/// The directory for dumps of the guest's memory, made if it is not there.
+fn dump_directory(arguments: &Arguments) -> Result<Option<PathBuf>, RequestError> {
+    let Some(dir) = &arguments.dump else { return Ok(None) };
+    let mut made = DirBuilder::new();
+    made.recursive(true).mode(0o700);
+    let there = made.create(dir).and_then(|()| dir.canonicalize()).and_then(|dir| {
+        let taken = dir.read_dir()?.next().is_some();
+        if taken { Err(io::ErrorKind::DirectoryNotEmpty.into()) } else { Ok(dir) }
+    });
+    there.map(Some).map_err(|error| {
+        let error = format!("--dump {}: {error}: name an empty directory", dir.display());
+        RequestError::Refused(error.into())
     })
 }
 
@@ -565,6 +606,15 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
             json_line(&json!({ "event": "fetching", "left_bytes": left.0 }));
         }
         Notice::Fetching { left } => eprintln!("the guest runs here; {left} still to come"),
+        Notice::Dumped(dumped) if json => {
+            let Dumped { stage, files, data, changed, first } = dumped;
+            let first = first.as_ref().map(|(block, offset)| json!([block, offset]));
+            json_line(&json!({
+                "event": "dumped", "stage": stage.to_string(), "files": files,
+                "data_bytes": data.0, "changed_pages": changed.0, "first": first,
+            }));
+        }
+        Notice::Dumped(dumped) => eprintln!("{}", dumped_words(dumped)),
         Notice::AwaitingSource { limit } => {
             let limit = format_duration(*limit);
             eprintln!(
@@ -573,6 +623,29 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
             );
         }
     }
+}
+
+/// A dump, and what it shows.
+fn dumped_words(dumped: &Dumped) -> String {
+    let Dumped { stage, files, data, changed, first } = dumped;
+    let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
+    let mut words = match stage {
+        DumpStage::Arrived => format!("all memory is here: {data} dumped to {}", files.join(", ")),
+        DumpStage::Loaded => {
+            format!("device state is loaded: {data} dumped to {}", files.join(", "))
+        }
+    };
+    if *stage == DumpStage::Loaded {
+        words += "; ";
+        words += &match first {
+            None => "no page differs from the dump before".to_owned(),
+            Some((block, offset)) => format!(
+                "the machine has written {} pages meanwhile, the first at {offset:#x} of {block}",
+                changed.0
+            ),
+        };
+    }
+    words
 }
 
 fn tell(received: &Received, cost: Cost, json: bool) {

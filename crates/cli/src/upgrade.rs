@@ -202,6 +202,7 @@ fn terms(arguments: &Arguments, in_place: Option<std::sync::Arc<InPlace>>) -> St
         dry_run: arguments.dry_run,
         godwit: PathBuf::from(process::THIS_PROGRAM),
         disks: DiskChoice::None,
+        announce: None,
         in_place,
         command: arguments.exec.clone(),
         told: Box::new(move |shown| tell_shown(shown, json)),

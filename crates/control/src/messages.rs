@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use godwit_disk::{Disk, DiskChoice, check_granularity};
-use godwit_engine::destination::{Notice, Received};
+use godwit_engine::destination::{DumpStage, Dumped, Notice, Received};
 use godwit_engine::measure::Measured;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::security::SecurityWish;
@@ -12,7 +12,7 @@ use godwit_engine::security::SecurityWish;
 use godwit_engine::source::Fault;
 use godwit_engine::source::{Options, Verify};
 use godwit_engine::{EngineError, Failure, Phase, Survivor, limits};
-use godwit_units::ByteCount;
+use godwit_units::{ByteCount, PageCount};
 use serde::{Deserialize, Serialize};
 
 /// What is asked.
@@ -105,6 +105,9 @@ pub struct ReceiveRequest {
     /// 0: not at all.
     #[serde(default = "reconnect_ms")]
     pub reconnect_ms: u64,
+    /// Where to dump the guest's memory to before it runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dump: Option<PathBuf>,
     /// Leave the threads that read what comes from outside unconfined.
     #[serde(default)]
     pub unconfined: bool,
@@ -439,6 +442,13 @@ pub enum NoticeLine {
     Resumed {
         after_ms: u64,
     },
+    Dumped {
+        stage: StageName,
+        files: Vec<PathBuf>,
+        data_bytes: u64,
+        changed_pages: u64,
+        first: Option<(String, u64)>,
+    },
 }
 
 macro_rules! names {
@@ -466,6 +476,10 @@ macro_rules! names {
 names!(
     /// The engine's phases.
     PhaseName of Phase: Setup PreCopy StopAndCopy Handover
+);
+names!(
+    /// When memory was dumped.
+    StageName of DumpStage: Arrived Loaded
 );
 names!(
     /// Where the guest is after a failure.
@@ -518,6 +532,13 @@ impl From<&Notice> for Answer {
             }
             Notice::Resumed { after } => NoticeLine::Resumed { after_ms: millis(*after) },
             Notice::Fetching { left } => NoticeLine::Fetching { left_bytes: left.0 },
+            Notice::Dumped(Dumped { stage, files, data, changed, first }) => NoticeLine::Dumped {
+                stage: (*stage).into(),
+                files: files.clone(),
+                data_bytes: data.0,
+                changed_pages: changed.0,
+                first: first.clone(),
+            },
         })
     }
 }
@@ -549,6 +570,10 @@ impl From<NoticeLine> for Notice {
             NoticeLine::Fetching { left_bytes } => Self::Fetching { left: ByteCount(left_bytes) },
             NoticeLine::Resumed { after_ms } => {
                 Self::Resumed { after: Duration::from_millis(after_ms) }
+            }
+            NoticeLine::Dumped { stage, files, data_bytes, changed_pages, first } => {
+                let (data, changed) = (ByteCount(data_bytes), PageCount(changed_pages));
+                Self::Dumped(Dumped { stage: stage.into(), files, data, changed, first })
             }
         }
     }
@@ -600,6 +625,7 @@ mod tests {
             overcommit: false,
             security: SecurityWish::default(),
             reconnect_ms: 60_000,
+            dump: None,
             unconfined: false,
         };
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Receive(receive));

@@ -178,6 +178,14 @@ pub enum EngineError {
     /// The VMs do not fit together.
     #[error("{0}")]
     Layout(String),
+    /// What was in the guest's memory cannot be written down.
+    #[error("cannot dump the guest's memory to {}: {source}", path.display())]
+    Dump {
+        /// Where.
+        path: std::path::PathBuf,
+        /// Why.
+        source: io::Error,
+    },
     /// A long call ended for another reason than its own, which is told instead wherever it is
     /// known.
     #[error("it was interrupted")]

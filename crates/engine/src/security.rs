@@ -46,6 +46,24 @@ impl Security {
     }
 
     /// Makes of a new connection to `peer` what it is to be, within `limit` or until it is to
+    /// `stop`: for who speaks something else over it than migrations.
+    ///
+    /// # Errors
+    /// What is wrong with the peer, in words, and those of the connection.
+    pub fn secure(
+        &self,
+        stream: &mut Stream,
+        peer: &str,
+        limit: Duration,
+        stop: impl Fn() -> bool,
+    ) -> io::Result<()> {
+        self.begin(stream, peer, limit, stop).map_err(|error| match error {
+            BeginError::Engine(error) => io::Error::other(error.to_string()),
+            BeginError::Link(error) => error,
+        })
+    }
+
+    /// Makes of a new connection to `peer` what it is to be, within `limit` or until it is to
     /// `stop`.
     pub(crate) fn begin(
         &self,

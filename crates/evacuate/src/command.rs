@@ -5,7 +5,12 @@
 ///
 /// # Errors
 /// The first placeholder that there is not.
-pub(crate) fn filled(word: &str, name: &str, memory: &str) -> Result<String, String> {
+///
+/// ```
+/// let word = godwit_evacuate::filled("libvirt:{name}", "web01", "4GiB");
+/// assert_eq!(word.as_deref(), Ok("libvirt:web01"));
+/// ```
+pub fn filled(word: &str, name: &str, memory: &str) -> Result<String, String> {
     let mut text = String::new();
     let mut rest = word;
     while let Some(at) = rest.find('{') {

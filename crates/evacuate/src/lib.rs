@@ -35,6 +35,7 @@ mod runner;
 mod silence;
 mod store;
 
+pub use command::filled;
 pub use list::{List, ListedDestination, ListedVm, exact, fits};
 pub use moves::{Moves, migration, this_host};
 #[cfg(feature = "nats")]

@@ -45,12 +45,16 @@ pub struct ListedVm {
 }
 
 /// A host with room.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ListedDestination {
     /// Its name.
     pub name: String,
+    /// Its `godwitd`, which is asked for what is not said here.
+    #[serde(default)]
+    pub godwitd: Option<String>,
     /// Memory that it has for guests.
+    #[serde(default)]
     pub memory: String,
     /// Models of processors that it can be; none: all.
     #[serde(default)]
@@ -67,11 +71,11 @@ pub struct ListedDestination {
 }
 
 /// The list.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct List {
     /// Where there is room.
-    #[serde(rename = "destination")]
+    #[serde(rename = "destination", default)]
     pub destinations: Vec<ListedDestination>,
     /// Who leaves.
     #[serde(rename = "vm", default)]
@@ -152,6 +156,13 @@ impl List {
             if host.receive.as_ref().is_some_and(Vec::is_empty) {
                 return Err(wrong(format!(
                     "destination '{}', receive: there is no command in it",
+                    host.name
+                )));
+            }
+            if host.memory.is_empty() {
+                return Err(wrong(format!(
+                    "destination '{}' does not say what memory it has for guests: write memory = \
+                     \"64GiB\", or godwitd = \"godwitd://HOST\" to have it asked",
                     host.name
                 )));
             }

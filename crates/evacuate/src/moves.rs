@@ -253,11 +253,7 @@ impl Moves {
                 let host = &plan.destinations[attempt.to].name;
                 let path = self.directory.join(format!("{}@{}.receive", vm.name, plain(host)));
                 match said(&path) {
-                    Ok(Said::Ended(lines))
-                        if lines.iter().any(|it| it["outcome"] == "received") =>
-                    {
-                        Look::Moved
-                    }
+                    Ok(Said::Ended(lines)) if lines.iter().any(has_it) => Look::Moved,
                     _ => Look::InDoubt(
                         "what moved it was killed, the VM has ended at the source, and the \
                          destination has said nothing"
@@ -301,6 +297,11 @@ enum Fact {
 fn is_busy(line: &Value) -> bool {
     let event = line["event"].as_str().unwrap_or_default();
     !matches!(event, "listening" | "command" | "started") || line["outcome"].is_string()
+}
+
+/// Whether `line` is the last word of a `godwit receive` that has the guest.
+fn has_it(line: &Value) -> bool {
+    matches!(line["outcome"].as_str(), Some("running" | "paused"))
 }
 
 /// A name as part of a file's.
@@ -446,6 +447,59 @@ mod tests {
         drop(held);
         next.clear().unwrap();
         assert_eq!(std::fs::read_dir(&directory).unwrap().count(), 0);
+        std::fs::remove_dir_all(directory).unwrap();
+    }
+
+    #[test]
+    fn a_guest_whose_mover_was_killed_has_moved_if_its_destination_says_that_it_runs() {
+        use std::collections::BTreeMap;
+        use std::os::unix::fs::PermissionsExt;
+
+        use crate::plan::{PlannedDestination, PlannedVm};
+
+        let directory = std::env::temp_dir().join(format!("godwit-settle-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        let godwit = directory.join("godwit");
+        std::fs::write(&godwit, "#!/bin/sh\necho '{\"known\":\"gone\"}'\n").unwrap();
+        std::fs::set_permissions(&godwit, PermissionsExt::from_mode(0o755)).unwrap();
+        let mut moves = Moves::new(&directory, "x", &godwit, Path::new("/run")).unwrap();
+        let vm = PlannedVm {
+            name: "a".to_owned(),
+            vm: "qemu:/a".to_owned(),
+            memory_bytes: 1,
+            data_bytes: 1,
+            dirty_bytes_per_second: 0.0,
+            cpu: None,
+            group: None,
+            disks: BTreeMap::new(),
+            receivers: BTreeMap::new(),
+        };
+        let east = PlannedDestination {
+            name: "east".to_owned(),
+            room_bytes: 1,
+            cpus: Vec::new(),
+            at_once: 1,
+            groups: Vec::new(),
+        };
+        let plan = Plan {
+            bytes_per_second: 1.0,
+            at_once: 1,
+            options: Vec::new(),
+            vms: vec![vm],
+            destinations: vec![east],
+            forecast_seconds: 0.0,
+            began_ms: 0,
+            home: None,
+        };
+        let attempt = Attempt { vm: 0, to: 0, number: 1 };
+        std::fs::write(directory.join("a.1.jsonl"), "{\"event\":\"progress\"}\n").unwrap();
+        // As `godwit receive --json` ends.
+        for (last, moved) in [("running", true), ("paused", true), ("failed", false)] {
+            let line = format!("{{\"outcome\":\"{last}\"}}\n");
+            std::fs::write(directory.join("a@east.receive"), line).unwrap();
+            let look = moves.look(&plan, &attempt);
+            assert_eq!(look == Look::Moved, moved, "{last}: {look:?}");
+        }
         std::fs::remove_dir_all(directory).unwrap();
     }
 

@@ -341,6 +341,50 @@ impl RamBlock {
         zeroed.map_err(|source| self.failed("discard", run, source))
     }
 
+    /// Gives the memory of `run` back, also of a block that keeps its memory allocated: whoever
+    /// reads it finds zeros, and whoever waits for pages of the file that are not there
+    /// (userfaultfd(2)) waits for these.
+    ///
+    /// # Errors
+    /// When the pages lie outside the block, or it is no file.
+    pub fn give_back(&self, run: PageRun) -> Result<(), MemoryError> {
+        let at = self.check(run)?;
+        let given = self.backing.give_back(at, at + run.count.bytes().0);
+        given.map_err(|source| self.failed("give back", run, source))
+    }
+
+    /// Calls `found` with the parts of `run` that take memory, to the page, whatever that costs.
+    ///
+    /// # Errors
+    /// When the pages lie outside the block or the kernel does not tell.
+    ///
+    /// ```
+    /// use godwit_memory::RamBlock;
+    /// use godwit_units::{PageCount, PageIndex, PageRun};
+    ///
+    /// let block = RamBlock::anonymous("ram", PageCount(16))?;
+    /// block.write(PageIndex(3), &[7; 8192])?;
+    /// let mut held = Vec::new();
+    /// block.held(block.all(), &mut |run| held.push(run))?;
+    /// assert_eq!(held, [PageRun::new(3, 2)]);
+    /// # Ok::<(), godwit_memory::MemoryError>(())
+    /// ```
+    pub fn held(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), MemoryError> {
+        let mut at = self.check(run)?;
+        let end = at + run.count.bytes().0;
+        let failed = |source| self.failed("find the data of", run, source);
+        while let Some(data) = self.backing.data_from(at, end).map_err(failed)? {
+            let hole = self.backing.hole_from(data, end).map_err(failed)?;
+            at = hole.unwrap_or(end).min(end);
+            let (first, last) = (data / PAGE_SIZE, at.div_ceil(PAGE_SIZE));
+            found(PageRun::new(first, last - first));
+            if at >= end {
+                break;
+            }
+        }
+        Ok(())
+    }
+
     /// How many pages of memory it takes: with all that is in the same file, where several share
     /// one. One look at a file, however large it is; a walk over page tables where there is none.
     ///
@@ -435,6 +479,19 @@ pub(crate) mod tests {
             let mut buffer = [1; 4096];
             block.read(PageIndex(3), &mut buffer).unwrap();
             assert_eq!(buffer, [0; 4096]);
+        }
+    }
+
+    #[test]
+    fn what_is_given_back_is_a_hole_also_where_memory_stays_allocated() {
+        for keep_allocated in [false, true] {
+            let block = block(64, keep_allocated);
+            block.write(PageIndex(0), &[7; 64 * 4096]).unwrap();
+            block.give_back(PageRun::new(5, 2)).unwrap();
+            let mut held = Vec::new();
+            block.held(PageRun::new(3, 60), &mut |run| held.push(run)).unwrap();
+            assert_eq!(held, [PageRun::new(3, 2), PageRun::new(7, 56)]);
+            assert!(block.give_back(PageRun::new(60, 5)).is_err());
         }
     }
 

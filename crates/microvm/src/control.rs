@@ -414,6 +414,7 @@ impl Host {
             disks,
             overcommit: request.overcommit,
             reconnect: Duration::from_millis(request.reconnect_ms),
+            dump: request.dump.clone(),
             confined: !request.unconfined && godwit_confine::is_available(),
             ..destination::Options::default()
         };

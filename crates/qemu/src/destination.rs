@@ -32,7 +32,7 @@ use crate::monitor::{COMMAND_LIMIT, QmpError, STEP, Seen};
 use crate::post_copy;
 use crate::ram::{self, Ram};
 use crate::settings::MigrationSettings;
-use crate::source::{FD_NAME, announce, failure_words, migration_event};
+use crate::source::{ANNOUNCED, FD_NAME, announce, failure_words, migration_event};
 use crate::upgrade::{InPlace, Successor};
 
 /// Loading takes milliseconds; a device that opens a slow disk may take longer.
@@ -61,6 +61,8 @@ pub struct QemuDestination {
     guard: Option<Guard>,
     /// Whether it was started for this attempt alone, and ends with it.
     owned: bool,
+    /// How often the network is told of the guest, if not as QEMU would.
+    announce: Option<u16>,
     /// The guest's memory, where it is that of the source: nothing of it is taken in.
     in_place: Option<Arc<InPlace>>,
     /// What another godwit goes on by, when pages are awaited.
@@ -145,6 +147,7 @@ impl QemuDestination {
             receiving: None,
             guard: None,
             owned: false,
+            announce: None,
             kept: None,
         })
     }
@@ -152,6 +155,14 @@ impl QemuDestination {
     /// The same, if it was started for this attempt alone.
     pub(crate) fn owned(mut self) -> Self {
         self.owned = true;
+        self
+    }
+
+    /// The same, which tells the network where the guest is in so many rounds; `None`: as QEMU is
+    /// set, and five more of Godwit's.
+    #[must_use]
+    pub fn announcing(mut self, rounds: Option<u16>) -> Self {
+        self.announce = rounds;
         self
     }
 
@@ -249,7 +260,7 @@ impl DestinationVm for QemuDestination {
         if let Some(guard) = &mut self.guard {
             guard.renew(&self.machine)?;
         }
-        let settings = MigrationSettings::look(&mut *self.machine.qmp)?;
+        let settings = MigrationSettings::look(&mut *self.machine.qmp, self.announce)?;
         self.note(|left| (left.stage, left.settings) = (Stage::Loading, Some(settings.clone())))?;
         self.prepared = true;
         let qmp = &mut *self.machine.qmp;
@@ -318,7 +329,8 @@ impl DestinationVm for QemuDestination {
     }
 
     fn announce(&mut self) -> Result<(), VmError> {
-        let announced = announce(&mut *self.machine.qmp);
+        let rounds = self.announce.unwrap_or(ANNOUNCED);
+        let announced = announce(&mut *self.machine.qmp, rounds);
         if let Some(settings) = self.settings.take() {
             settings.restore(&mut *self.machine.qmp)?;
         }
@@ -356,7 +368,7 @@ impl DestinationVm for QemuDestination {
 
 impl PostCopyDestination for QemuDestination {
     fn cannot_await(&mut self) -> Option<String> {
-        post_copy::refusal(self.machine.pid, &self.ram)
+        post_copy::refusal(&mut self.machine, &self.ram)
     }
 
     fn await_pages(

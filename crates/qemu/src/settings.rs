@@ -43,16 +43,22 @@ fn parameters() -> Map<String, Value> {
     ours.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
+/// How often QEMU tells the network of a guest that it has loaded.
+const ROUNDS: &str = "announce-rounds";
+
 /// Capabilities and parameters as they were found, as far as they have to be changed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct MigrationSettings {
     capabilities: Vec<Capability>,
     parameters: Map<String, Value>,
+    /// What [`ROUNDS`] is to be, where it is not to stay as it is.
+    announce: Option<u16>,
 }
 
 impl MigrationSettings {
-    /// Looks what is not as it is needed. Changes nothing.
-    pub(crate) fn look(qmp: &mut dyn Monitor) -> Result<Self, QemuError> {
+    /// Looks what is not as it is needed, where the network is to be told of the guest so often;
+    /// `None`: as QEMU has it. Changes nothing.
+    pub(crate) fn look(qmp: &mut dyn Monitor, announce: Option<u16>) -> Result<Self, QemuError> {
         let found = qmp.run(&QueryCapabilities)?;
         let state = |name: &str| Some(found.iter().find(|entry| entry.capability == name)?.state);
         let mut capabilities = Vec::new();
@@ -74,16 +80,27 @@ impl MigrationSettings {
                 want(name, false, is);
             }
         }
-        let ours = parameters();
+        let mut settings = Self { capabilities, announce, ..Self::default() };
+        let ours = settings.ours();
         let mut parameters = qmp.run(&QueryParameters)?;
         parameters.retain(|name, value| ours.contains_key(name) && !value.is_null());
-        Ok(Self { capabilities, parameters })
+        settings.parameters = parameters;
+        Ok(settings)
+    }
+
+    /// The parameters that it needs.
+    fn ours(&self) -> Map<String, Value> {
+        let mut ours = parameters();
+        if let Some(rounds) = self.announce {
+            ours.insert(ROUNDS.to_owned(), json!(rounds));
+        }
+        ours
     }
 
     /// Turns on what is needed and off what is in the way.
     pub(crate) fn apply(&self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
         set_capabilities(qmp, &opposite(&self.capabilities))?;
-        if let Err(error) = set_parameters(qmp, &parameters()) {
+        if let Err(error) = set_parameters(qmp, &self.ours()) {
             self.restore(qmp)?;
             return Err(error);
         }
@@ -104,7 +121,7 @@ impl MigrationSettings {
         let still =
             pairs.filter(|(_, ours)| found.contains(ours)).map(|(before, _)| before.clone());
         set_capabilities(qmp, &still.collect::<Vec<_>>())?;
-        let (found, ours) = (qmp.run(&QueryParameters)?, parameters());
+        let (found, ours) = (qmp.run(&QueryParameters)?, self.ours());
         let mut before = self.parameters.clone();
         before.retain(|name, _| found.get(name) == ours.get(name));
         set_parameters(qmp, &before)
@@ -112,13 +129,16 @@ impl MigrationSettings {
 
     /// For the record.
     pub(crate) fn to_json(&self) -> Value {
-        json!({ "capabilities": self.capabilities, "parameters": self.parameters })
+        let Self { capabilities, parameters, announce } = self;
+        json!({ "capabilities": capabilities, "parameters": parameters, "announce": announce })
     }
 
     pub(crate) fn from_json(value: &Value) -> Option<Self> {
         let capabilities = Vec::deserialize(value.get("capabilities")?).ok()?;
         let parameters = value.get("parameters")?.as_object()?.clone();
-        Some(Self { capabilities, parameters })
+        // One of a release before this has none.
+        let announce = value["announce"].as_u64().and_then(|rounds| rounds.try_into().ok());
+        Some(Self { capabilities, parameters, announce })
     }
 }
 

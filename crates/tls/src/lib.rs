@@ -27,7 +27,7 @@ pub use error::TlsError;
 pub use host::Host;
 pub use keys::{Files, Keys, Side};
 pub use make::{Made, make};
-pub use proof::{PROOF_LEN, prove, proves};
+pub use proof::{PROOF_LEN, fingerprint, prove, proves};
 pub use session::Session;
 
 /// Whether `bytes`, the first that a peer has sent, are a record of TLS: a message of the handshake

@@ -1,6 +1,6 @@
 //! Proof that a peer has a secret, without showing it: HMAC-SHA-256 (RFC 2104, RFC 6234).
 
-use ring::hmac;
+use ring::{digest, hmac};
 
 /// Bytes of a proof.
 pub const PROOF_LEN: usize = 32;
@@ -32,6 +32,18 @@ pub fn prove(secret: &[u8; 32], words: &[&[u8]]) -> [u8; PROOF_LEN] {
 pub fn proves(secret: &[u8; 32], words: &[&[u8]], proof: &[u8; PROOF_LEN]) -> bool {
     let key = hmac::Key::new(hmac::HMAC_SHA256, secret);
     hmac::verify(&key, &joined(words), proof).is_ok()
+}
+
+/// What names a certificate, given in DER: its SHA-256 in hexadecimal, as `openssl x509
+/// -fingerprint` has it but for the colons.
+///
+/// ```
+/// assert!(godwit_tls::fingerprint(b"abc").starts_with("ba7816bf"));
+/// ```
+#[must_use]
+pub fn fingerprint(certificate: &[u8]) -> String {
+    let digest = digest::digest(&digest::SHA256, certificate);
+    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn joined(words: &[&[u8]]) -> Vec<u8> {

@@ -104,15 +104,18 @@ pub enum TrackError {
     /// A segment could not be given to the governor; all stay where they are.
     #[error("a segment could not be handed over: {0}")]
     NotHandedOver(String),
-    /// Pages that are still to come, of memory of another kind.
+    /// Pages that are still to come, of memory of a kind that has no place for them.
     #[error(
-        "pages of RAM block '{block}' cannot be waited for: that takes private memory in pages of \
-         4 KiB, and it is a file, or in huge pages"
+        "pages of RAM block '{block}' cannot be waited for: that takes memory in pages of 4 KiB, and \
+         it is in huge pages, or another process's"
     )]
     NotFillable {
         /// The block.
         block: String,
     },
+    /// A RAM block's file could not be looked at, or parts of it not thrown away.
+    #[error(transparent)]
+    Memory(#[from] godwit_memory::MemoryError),
     /// Pages that are still to come, in too many pieces.
     #[error("missing pages are in {runs} runs, more than {most}: join those that are near")]
     TooManyRuns {

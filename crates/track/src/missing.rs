@@ -19,8 +19,15 @@
 //!   and discards nothing before that was read. What was told of is not awaited any more; an access
 //!   to it is answered with zeros.
 //!
+//! Memory is the process's own, or a file on a tmpfs (a memfd as well) that this process alone maps.
+//! Of a file a page is missing where the file has a hole. Three things are different then. It is
+//! thrown away by a hole that godwit punches, and nobody is stopped for that. Whether a page is
+//! there is asked of the file, since the kernel takes entries out of the page tables as it likes.
+//! And who discards punches the hole first and tells afterwards (QEMU's `ram_block_discard_range`):
+//! a page that was placed in between is thrown away once more.
+//!
 //! As long as pages are missing, nobody may go by another way to them: process_vm_readv(2) would
-//! wait like everyone else.
+//! wait like everyone else, and read(2) of a file finds zeros.
 //!
 //! What was rejected: that the guardian holds the descriptor. It can be killed as well.
 
@@ -29,7 +36,7 @@ use std::io;
 use std::ops::{ControlFlow, Range};
 use std::os::fd::{AsFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_bitmap::DirtyBitmap;
@@ -56,6 +63,7 @@ const CHANGING: Duration = Duration::from_secs(5);
 /// Pages of a process that are still to come.
 ///
 /// ```no_run
+/// use std::sync::Arc;
 /// use std::time::Duration;
 /// use godwit_bitmap::DirtyBitmap;
 /// use godwit_memory::RamBlock;
@@ -65,7 +73,8 @@ const CHANGING: Duration = Duration::from_secs(5);
 /// fn serve(pid: i32, block: RamBlock, page: &[u8; 4096]) -> Result<(), TrackError> {
 ///     let mut all = DirtyBitmap::new(block.pages());
 ///     all.set_all();
-///     let missing = MissingPages::start(Approach::default(), pid, &[block], vec![all])?;
+///     let blocks = Arc::new(vec![block]);
+///     let missing = MissingPages::start(Approach::default(), pid, &blocks, vec![all])?;
 ///     // The process may run from here on.
 ///     while missing.left().0 > 0 {
 ///         let mut asked = Vec::new();
@@ -85,6 +94,7 @@ pub struct MissingPages {
     attachment: Attachment,
     /// The number of the descriptor that the process keeps.
     number: RawFd,
+    ram: Arc<Vec<RamBlock>>,
     blocks: Vec<Vec<BlockMapping>>,
     /// What is registered.
     ranges: Vec<Range<u64>>,
@@ -137,14 +147,14 @@ impl MissingPages {
     /// thread is stopped for it.
     ///
     /// # Errors
-    /// When there are more than [`Self::MOST_RUNS`] runs, the memory is of another kind than
-    /// private memory in pages of 4 KiB, the process may not be traced or may not handle faults of
+    /// When there are more than [`Self::MOST_RUNS`] runs, the memory is of another kind than pages
+    /// of 4 KiB of the process's own or of a file that nobody else maps, the process may not be traced or may not handle faults of
     /// the kernel, another userfaultfd is there, or somebody used the pages meanwhile. What was
     /// thrown away is lost then.
     pub fn start(
         approach: Approach,
         pid: i32,
-        blocks: &[RamBlock],
+        blocks: &Arc<Vec<RamBlock>>,
         missing: Vec<DirtyBitmap>,
     ) -> Result<Self, TrackError> {
         let mappings = mappings_of(pid, blocks, &missing)?;
@@ -154,7 +164,8 @@ impl MissingPages {
             return Err(TrackError::TooManyRuns { runs, most: Self::MOST_RUNS });
         }
         let all: Vec<Range<u64>> = ranges.iter().flatten().cloned().collect();
-        let discarded: Vec<Range<u64>> = all.iter().flat_map(in_pieces).collect();
+        let own = blocks.iter().zip(&ranges).filter(|(block, _)| !is_file(block));
+        let discarded: Vec<Range<u64>> = own.flat_map(|(_, of)| of).flat_map(in_pieces).collect();
         // Where another userfaultfd is, to discard may take that one's leave; and it is refused
         // before anything is lost.
         let is_free = |uffd: BorrowedFd<'_>| {
@@ -165,8 +176,9 @@ impl MissingPages {
             Ok(())
         };
         let (attachment, number) = attach_filling(pid, approach, &discarded, &is_free)?;
-        let missing = Self::new(pid, approach, attachment, number, mappings, all, missing)?;
-        let armed = missing.arm(blocks, &ranges);
+        let kept = (attachment, number);
+        let missing = Self::new(pid, approach, kept, blocks, (mappings, all), missing)?;
+        let armed = missing.arm(&ranges);
         if let Err(error) = armed {
             // Nobody runs on it: what was registered is taken back, and nothing stays.
             let _ = missing.end();
@@ -185,20 +197,22 @@ impl MissingPages {
         approach: Approach,
         pid: i32,
         number: RawFd,
-        blocks: &[RamBlock],
+        blocks: &Arc<Vec<RamBlock>>,
         mut missing: Vec<DirtyBitmap>,
     ) -> Result<Self, TrackError> {
         let mappings = mappings_of(pid, blocks, &missing)?;
         let ranges = ranges_of(&mappings, &missing).into_iter().flatten().collect();
         let attachment = take_again(pid, number)?;
         for (block, awaited) in missing.iter_mut().enumerate() {
-            let mut there = Vec::new();
-            mapped(pid, block, &mappings[block], &mut |run| there.push(run))?;
-            for run in there {
+            let mut held = Vec::new();
+            let wanted = (block, awaited as &DirtyBitmap);
+            there(pid, &blocks[block], &mappings[block], wanted, &mut |run| held.push(run))?;
+            for run in held {
                 awaited.clear(run);
             }
         }
-        let taken = Self::new(pid, approach, attachment, number, mappings, ranges, missing)?;
+        let kept = (attachment, number);
+        let taken = Self::new(pid, approach, kept, blocks, (mappings, ranges), missing)?;
         // Messages that the one before has read are told to nobody again, unless who waits is
         // woken and comes back.
         for range in &taken.ranges {
@@ -211,10 +225,9 @@ impl MissingPages {
     fn new(
         pid: i32,
         approach: Approach,
-        attachment: Attachment,
-        number: RawFd,
-        blocks: Vec<Vec<BlockMapping>>,
-        ranges: Vec<Range<u64>>,
+        (attachment, number): (Attachment, RawFd),
+        ram: &Arc<Vec<RamBlock>>,
+        (blocks, ranges): (Vec<Vec<BlockMapping>>, Vec<Range<u64>>),
         awaited: Vec<DirtyBitmap>,
     ) -> Result<Self, TrackError> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
@@ -223,19 +236,23 @@ impl MissingPages {
         let asked = awaited.iter().map(|pages| DirtyBitmap::new(pages.len())).collect();
         let (faults, measures) = (VecDeque::new(), MissingMeasures::default());
         let state = Mutex::new(State { awaited, asked, faults, measures });
-        let urgent = AtomicUsize::new(0);
-        Ok(Self { pid, approach, attachment, number, blocks, ranges, bell, state, urgent })
+        let (ram, urgent) = (Arc::clone(ram), AtomicUsize::new(0));
+        Ok(Self { pid, approach, attachment, number, ram, blocks, ranges, bell, state, urgent })
     }
 
     /// Lets accesses wait, and makes sure that none came before.
-    fn arm(&self, blocks: &[RamBlock], ranges: &[Vec<Range<u64>>]) -> Result<(), TrackError> {
-        for (block, ranges) in blocks.iter().zip(ranges) {
-            register(self.uffd(), self.pid, block, ranges)?;
-        }
+    fn arm(&self, ranges: &[Vec<Range<u64>>]) -> Result<(), TrackError> {
         let state = self.state();
+        for ((block, awaited), ranges) in self.ram.iter().zip(&state.awaited).zip(ranges) {
+            register(self.uffd(), self.pid, block, ranges)?;
+            if is_file(block) {
+                throw_away(block, awaited)?;
+            }
+        }
         for (block, awaited) in state.awaited.iter().enumerate() {
+            let (ram, mappings) = (&self.ram[block], &self.blocks[block]);
             let mut intruder = None;
-            mapped(self.pid, block, &self.blocks[block], &mut |run| {
+            there(self.pid, ram, mappings, (block, awaited), &mut |run| {
                 let found = awaited.try_for_each_run_in(run, ControlFlow::Break).break_value();
                 intruder = intruder.or(found.map(|run| run.start));
             })?;
@@ -434,12 +451,15 @@ impl MissingPages {
     /// Takes all messages.
     fn read(&self, state: &mut State) -> Result<(), TrackError> {
         loop {
-            let mut zeros = Vec::new();
+            let (mut zeros, mut gone) = (Vec::new(), Vec::new());
             let more = uapi::uffd_messages(self.uffd(), |message| match message {
                 Message::Fault(fault) => zeros.extend(self.fault(state, fault.address)),
-                Message::Remove { start, end } => self.discarded(state, start..end),
+                Message::Remove { start, end } => gone.extend(self.discarded(state, start..end)),
             });
             let more = more.map_err(|error| self.failed(error))?;
+            for (block, run) in gone {
+                self.ram[block].give_back(run)?;
+            }
             for address in zeros {
                 state.measures.zeros += 1;
                 self.answer_with_zeros(address)?;
@@ -464,8 +484,9 @@ impl MissingPages {
         None
     }
 
-    /// What is at these addresses is being thrown away.
-    fn discarded(&self, state: &mut State, range: Range<u64>) {
+    /// What is at these addresses is being thrown away. Returns what of files that is.
+    fn discarded(&self, state: &mut State, range: Range<u64>) -> Vec<(usize, PageRun)> {
+        let mut of_files = Vec::new();
         for (block, mappings) in self.blocks.iter().enumerate() {
             for mapping in mappings {
                 let last = mapping.address.0 + mapping.pages.count.bytes().0;
@@ -473,6 +494,9 @@ impl MissingPages {
                 if from < to {
                     let first = mapping.pages.start.0 + (from - mapping.address.0) / PAGE_SIZE;
                     let run = PageRun::new(first, (to - from).div_ceil(PAGE_SIZE));
+                    if is_file(&self.ram[block]) {
+                        of_files.push((block, run));
+                    }
                     state.measures.discarded += state.awaited[block].clear(run).0;
                     // Who waits for one already was told of, and comes back for zeros.
                     if state.asked[block].clear(run) > PageCount::ZERO {
@@ -481,6 +505,7 @@ impl MissingPages {
                 }
             }
         }
+        of_files
     }
 
     /// Nothing is to come for the page at `address`: it was placed since somebody began to wait, or
@@ -595,14 +620,48 @@ fn mappings_of(
         if pages.next_run(PageIndex(0)).is_none() {
             return Ok(Vec::new());
         }
-        let private =
-            matches!(block.place(), Ok(Place::Process { pid: owner, .. }) if owner == pid);
-        if !private || block.has_huge_pages() {
+        let fillable = match block.place() {
+            Ok(Place::Process { pid: owner, .. }) => owner == pid,
+            Ok(Place::File { .. }) => true,
+            Err(_) => false,
+        };
+        if !fillable || block.has_huge_pages() {
             return Err(TrackError::NotFillable { block: block.name().to_owned() });
         }
         space.mappings_of(block)
     };
     blocks.iter().zip(missing).map(of_block).collect()
+}
+
+fn is_file(block: &RamBlock) -> bool {
+    matches!(block.place(), Ok(Place::File { .. }))
+}
+
+/// Makes holes of the pages of a file that are in `awaited`.
+fn throw_away(block: &RamBlock, awaited: &DirtyBitmap) -> Result<(), TrackError> {
+    let punched = awaited.try_for_each_run_in(block.all(), |run| match block.give_back(run) {
+        Ok(()) => ControlFlow::Continue(()),
+        Err(error) => ControlFlow::Break(error),
+    });
+    punched.break_value().map_or(Ok(()), |error| Err(error.into()))
+}
+
+/// Reports the pages of a block that are there: of a file those of `wanted` alone.
+fn there(
+    pid: i32,
+    ram: &RamBlock,
+    mappings: &[BlockMapping],
+    (block, wanted): (usize, &DirtyBitmap),
+    found: &mut dyn FnMut(PageRun),
+) -> Result<(), TrackError> {
+    if !is_file(ram) {
+        return mapped(pid, block, mappings, found);
+    }
+    let looked = wanted.try_for_each_run_in(ram.all(), |run| match ram.held(run, found) {
+        Ok(()) => ControlFlow::Continue(()),
+        Err(error) => ControlFlow::Break(error),
+    });
+    looked.break_value().map_or(Ok(()), |error| Err(error.into()))
 }
 
 /// The addresses of the missing pages, by block.

@@ -1,7 +1,8 @@
 //! Pages that come while a process runs that knows nothing of it: this test program, started once
 //! more.
 //!
-//! The process has private memory; its threads read and write it, by themselves and by the kernel.
+//! The process has private memory, or a file of its own; its threads read and write it, by
+//! themselves and by the kernel.
 //! Needs Linux 6.7, the right to trace, and the right to handle faults of the kernel; skips aloud
 //! without.
 #![allow(unsafe_code, clippy::unwrap_used)]
@@ -9,7 +10,9 @@
 mod role;
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -17,6 +20,7 @@ use godwit_bitmap::DirtyBitmap;
 use godwit_memory::{ProcessBacking, RamBlock};
 use godwit_track::{Approach, MissingPages, TrackError};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 
 use role::Role;
 
@@ -40,12 +44,15 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    fn map() -> Self {
-        let (access, flags) =
-            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    fn map(file: Option<&File>) -> Self {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let (flags, file) = match file {
+            None => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),
+            Some(file) => (libc::MAP_SHARED, file.as_raw_fd()),
+        };
         let length = (PAGES * PAGE_SIZE) as usize;
-        // SAFETY: a new private mapping at an address of the kernel's choice.
-        let memory = unsafe { libc::mmap(std::ptr::null_mut(), length, access, flags, -1, 0) };
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let memory = unsafe { libc::mmap(std::ptr::null_mut(), length, access, flags, file, 0) };
         assert_ne!(memory, libc::MAP_FAILED);
         Self(memory.cast())
     }
@@ -65,9 +72,14 @@ impl Memory {
         (0..WORDS).for_each(|word| unsafe { self.word(page, word).write_volatile(value) });
     }
 
+    fn advise(self, page: u64, count: u64) -> i32 {
+        let length = (count * PAGE_SIZE) as usize;
+        // SAFETY: pages of the mapping, which nobody holds a reference to.
+        unsafe { libc::madvise(self.word(page, 0).cast(), length, libc::MADV_DONTNEED) }
+    }
+
     /// What the kernel reads there when it copies the page into a pipe.
     fn load_by_kernel(self, page: u64) -> u64 {
-        use std::os::fd::AsRawFd;
         let (mut reader, writer) = std::io::pipe().unwrap();
         // SAFETY: write(2) reads one page of the mapping.
         let written = unsafe {
@@ -83,10 +95,13 @@ impl Memory {
 /// Not a test by itself: the process whose pages are to come.
 #[test]
 fn process_with_memory() {
-    if std::env::var_os(PROCESS).is_none() {
-        return;
-    }
-    let memory = Memory::map();
+    let Ok(kind) = std::env::var(PROCESS) else { return };
+    let file = (kind == Kind::File.name()).then(|| {
+        let file = File::from(memfd_create("ram", MemfdFlags::CLOEXEC).unwrap());
+        file.set_len(PAGES * PAGE_SIZE).unwrap();
+        file
+    });
+    let memory = Memory::map(file.as_ref());
     let read: Arc<Mutex<HashMap<u64, u64>>> = Arc::default();
     println!("\nready");
     for line in std::io::stdin().lines() {
@@ -95,6 +110,7 @@ fn process_with_memory() {
         let page = || words[1].parse::<u64>().unwrap();
         match words[0] {
             "address" => println!("{}", memory.0 as u64),
+            "file" => println!("{}", file.as_ref().map_or(-1, File::as_raw_fd)),
             "fill" => {
                 (0..PAGES).for_each(|page| memory.store(page, OLD + page));
                 println!("done");
@@ -146,17 +162,27 @@ fn process_with_memory() {
                 memory.store(page(), 77);
                 println!("done");
             }
-            "discard" => {
-                let length = words[2].parse::<usize>().unwrap() * PAGE_SIZE as usize;
-                // SAFETY: pages of the mapping, which nobody holds a reference to.
-                let result = unsafe {
-                    libc::madvise(memory.word(page(), 0).cast(), length, libc::MADV_DONTNEED)
-                };
-                println!("{result}");
+            "punch" => {
+                punch(file.as_ref().unwrap(), page(), 1);
+                println!("done");
             }
+            // A file as QEMU does (ram_block_discard_range).
+            "discard" => {
+                let count = words[2].parse().unwrap();
+                if let Some(file) = &file {
+                    punch(file, page(), count);
+                }
+                println!("{}", memory.advise(page(), count));
+            }
+            "advise" => println!("{}", memory.advise(page(), words[2].parse().unwrap())),
             other => panic!("unknown command {other}"),
         }
     }
+}
+
+fn punch(file: &File, page: u64, count: u64) {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    fallocate(file, flags, page * PAGE_SIZE, count * PAGE_SIZE).unwrap();
 }
 
 /// Not a test by itself: a godwit that hears of a fault and is killed before it answers.
@@ -164,10 +190,12 @@ fn process_with_memory() {
 fn server_process() {
     let Ok(words) = std::env::var(SERVER) else { return };
     let words: Vec<&str> = words.split(' ').collect();
-    let (pid, address) = (words[0].parse().unwrap(), words[1].parse().unwrap());
+    let number = |word: usize| words[word].parse::<i64>().unwrap();
+    let pid = i32::try_from(number(0)).unwrap();
+    let file = i32::try_from(number(2)).ok().filter(|file| *file >= 0);
     let pages = bitmap(&[PageRun::new(100, 50)]);
-    let missing =
-        MissingPages::start(Approach::default(), pid, &[block(pid, address)], vec![pages]).unwrap();
+    let ram = Arc::new(vec![block(pid, number(1).cast_unsigned(), file)]);
+    let missing = MissingPages::start(Approach::default(), pid, &ram, vec![pages]).unwrap();
     // One has come before.
     assert_eq!(missing.place(0, PageIndex(101), &new_pages(101, 1)).unwrap().0, 1);
     println!("\n{}", missing.number());
@@ -179,7 +207,11 @@ fn server_process() {
     std::thread::sleep(Duration::from_secs(600));
 }
 
-fn block(pid: i32, address: u64) -> RamBlock {
+fn block(pid: i32, address: u64, file: Option<i32>) -> RamBlock {
+    if let Some(file) = file {
+        let path = format!("/proc/{pid}/fd/{file}");
+        return RamBlock::open("ram", path.as_ref(), 0, PageCount(PAGES).bytes(), false).unwrap();
+    }
     let backing = ProcessBacking::open(pid, address, PAGES * PAGE_SIZE).unwrap();
     RamBlock::new("ram", Box::new(backing), PageCount(PAGES))
 }
@@ -197,23 +229,46 @@ fn new_pages(first: u64, count: u64) -> Vec<u8> {
     words.flat_map(u64::to_ne_bytes).collect()
 }
 
+/// What memory a process has.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Own,
+    File,
+}
+
+const KINDS: [Kind; 2] = [Kind::Own, Kind::File];
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Own => "own",
+            Self::File => "file",
+        }
+    }
+}
+
 /// The process, and where its memory is.
 struct Process {
     role: Role,
     address: u64,
+    /// The number of its descriptor.
+    file: Option<i32>,
 }
 
 impl Process {
-    fn start() -> Self {
-        let mut role = Role::start("process_with_memory", PROCESS, "yes");
+    fn start(kind: Kind) -> Self {
+        println!("memory: {kind:?}");
+        let mut role = Role::start("process_with_memory", PROCESS, kind.name());
         role.hear_until("ready");
         let address = role.ask("address").parse().unwrap();
+        let file = role.ask("file").parse().ok().filter(|file| *file >= 0);
+        assert_eq!(file.is_some(), kind == Kind::File);
         role.tell("fill");
-        Self { role, address }
+        Self { role, address, file }
     }
 
     fn block(&self) -> RamBlock {
-        block(self.role.pid(), self.address)
+        block(self.role.pid(), self.address, self.file)
     }
 
     fn await_pages(&self, runs: &[PageRun]) -> Option<MissingPages> {
@@ -236,7 +291,8 @@ impl Process {
 
     fn try_to_await(&self, runs: &[PageRun]) -> Result<MissingPages, TrackError> {
         let approach = Approach::default();
-        MissingPages::start(approach, self.role.pid(), &[self.block()], vec![bitmap(runs)])
+        let ram = Arc::new(vec![self.block()]);
+        MissingPages::start(approach, self.role.pid(), &ram, vec![bitmap(runs)])
     }
 
     /// What the thread has read that was to read this page.
@@ -281,7 +337,11 @@ fn serve(missing: &MissingPages, time: Duration) -> u64 {
 
 #[test]
 fn every_missing_page_comes_to_whoever_accesses_it() {
-    let mut process = Process::start();
+    KINDS.into_iter().for_each(every_missing_page_comes_to_whoever_accesses_it_in);
+}
+
+fn every_missing_page_comes_to_whoever_accesses_it_in(kind: Kind) {
+    let mut process = Process::start(kind);
     // Runs of all lengths, far and near; a quarter of all pages.
     let runs: Vec<PageRun> =
         (0..128).map(|number| PageRun::new(number * 64 + number % 7, 1 + number % 31)).collect();
@@ -326,11 +386,16 @@ fn every_missing_page_comes_to_whoever_accesses_it() {
 /// The promise that all else stands on.
 #[test]
 fn nobody_reads_zeros_when_godwit_is_killed() {
-    let mut process = Process::start();
+    KINDS.into_iter().for_each(nobody_reads_zeros_when_godwit_is_killed_in);
+}
+
+fn nobody_reads_zeros_when_godwit_is_killed_in(kind: Kind) {
+    let mut process = Process::start(kind);
     let Some(probe) = process.await_pages(&[PageRun::new(0, 1)]) else { return };
     probe.place(0, PageIndex(0), &new_pages(0, 1)).unwrap();
     probe.finish().unwrap();
-    let words = format!("{} {}", process.role.pid(), process.address);
+    let file = process.file.unwrap_or(-1);
+    let words = format!("{} {} {file}", process.role.pid(), process.address);
     let mut server = Role::start("server_process", SERVER, words);
     let number = loop {
         if let Ok(number) = server.hear().parse() {
@@ -354,8 +419,8 @@ fn nobody_reads_zeros_when_godwit_is_killed() {
 
     let (pid, pages) = (process.role.pid(), bitmap(&[PageRun::new(100, 50)]));
     let approach = Approach::default();
-    let missing =
-        MissingPages::take_again(approach, pid, number, &[process.block()], vec![pages]).unwrap();
+    let ram = Arc::new(vec![process.block()]);
+    let missing = MissingPages::take_again(approach, pid, number, &ram, vec![pages]).unwrap();
     assert_eq!(missing.left(), PageCount(49), "one was placed by the one before");
     let until = Instant::now() + LIMIT;
     let mut asked = 0;
@@ -371,7 +436,11 @@ fn nobody_reads_zeros_when_godwit_is_killed() {
 
 #[test]
 fn a_discarded_page_is_zeros_and_no_older_page_is_placed_over_it() {
-    let mut process = Process::start();
+    KINDS.into_iter().for_each(a_discarded_page_is_zeros_and_no_older_page_is_placed_over_it_in);
+}
+
+fn a_discarded_page_is_zeros_and_no_older_page_is_placed_over_it_in(kind: Kind) {
+    let mut process = Process::start(kind);
     let Some(missing) = process.await_pages(&[PageRun::new(10, 20)]) else { return };
     // The process waits until that was read, as a guest's balloon does.
     let discarded = std::thread::scope(|scope| {
@@ -404,6 +473,27 @@ fn a_discarded_page_is_zeros_and_no_older_page_is_placed_over_it() {
     missing.finish().unwrap();
 }
 
+#[test]
+fn a_page_that_came_between_the_hole_and_the_word_of_it_is_thrown_away_again() {
+    let mut process = Process::start(Kind::File);
+    let Some(missing) = process.await_pages(&[PageRun::new(10, 20)]) else { return };
+    process.role.tell("punch 12");
+    assert_eq!(missing.place(0, PageIndex(12), &new_pages(12, 1)).unwrap(), PageCount(1));
+    std::thread::scope(|scope| {
+        let read = || serve_until(&missing, |measures| measures.discarded > 0);
+        let reader = std::thread::Builder::new().spawn_scoped(scope, read).unwrap();
+        // One that has come and two that have not.
+        assert_eq!(process.role.ask("advise 12 3"), "0");
+        reader.join().unwrap();
+    });
+    assert_eq!(missing.measures().discarded, 2);
+    process.role.tell("read 12");
+    serve_until(&missing, |measures| measures.zeros == 1);
+    assert_eq!(process.await_result(12), 0, "the older page is still there");
+    missing.place(0, PageIndex(10), &new_pages(10, 20)).unwrap();
+    missing.finish().unwrap();
+}
+
 fn serve_until(missing: &MissingPages, reached: impl Fn(&godwit_track::MissingMeasures) -> bool) {
     let until = Instant::now() + LIMIT;
     while !reached(&missing.measures()) {
@@ -414,7 +504,11 @@ fn serve_until(missing: &MissingPages, reached: impl Fn(&godwit_track::MissingMe
 
 #[test]
 fn a_page_comes_once_and_in_any_order() {
-    let process = Process::start();
+    KINDS.into_iter().for_each(a_page_comes_once_and_in_any_order_in);
+}
+
+fn a_page_comes_once_and_in_any_order_in(kind: Kind) {
+    let process = Process::start(kind);
     let Some(missing) = process.await_pages(&[PageRun::new(0, 300)]) else { return };
     assert_eq!(missing.place(0, PageIndex(100), &new_pages(100, 150)).unwrap(), PageCount(150));
     assert_eq!(missing.place(0, PageIndex(0), &new_pages(0, 300)).unwrap(), PageCount(150));
@@ -425,7 +519,7 @@ fn a_page_comes_once_and_in_any_order() {
 
 #[test]
 fn what_cannot_be_waited_for_is_refused() {
-    let process = Process::start();
+    let process = Process::start(Kind::Own);
     let Some(missing) = process.await_pages(&[PageRun::new(0, 1)]) else { return };
     let refused = |runs: &[PageRun]| process.try_to_await(runs).unwrap_err();
     // Somebody else's userfaultfd is on a part of it. Nothing was thrown away.
@@ -437,19 +531,20 @@ fn what_cannot_be_waited_for_is_refused() {
     let scattered: Vec<PageRun> = (0..4097).map(|run| PageRun::new(run * 2, 1)).collect();
     let error = refused(&scattered);
     assert!(matches!(error, TrackError::TooManyRuns { runs: 4097, most: 4096 }), "{error}");
-    let file = RamBlock::anonymous("file", PageCount(16)).unwrap();
+    let file = Arc::new(vec![RamBlock::anonymous("file", PageCount(16)).unwrap()]);
     let mut all = DirtyBitmap::new(PageCount(16));
     all.set_all();
     let approach = Approach::default();
-    let of_file = MissingPages::start(approach, process.role.pid(), &[file], vec![all]);
-    assert!(matches!(of_file.unwrap_err(), TrackError::NotFillable { .. }));
+    let of_file = MissingPages::start(approach, process.role.pid(), &file, vec![all]);
+    assert!(matches!(of_file.unwrap_err(), TrackError::NotMapped { .. }));
     assert_eq!(process.userfaultfds(), 1, "what was refused leaves nothing behind");
     drop(missing);
 }
 
 #[test]
 fn who_uses_a_page_before_it_is_waited_for_is_found_out() {
-    let mut process = Process::start();
+    // Of a file nobody finds zeros: it waits from before its pages are thrown away.
+    let mut process = Process::start(Kind::Own);
     process.role.tell("hammer 5");
     // Where processors are few it may not run in between; not so each time.
     let error = (0..100).find_map(|_| match process.try_to_await(&[PageRun::new(0, 4096)]) {

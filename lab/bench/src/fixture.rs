@@ -111,12 +111,23 @@ pub struct Outcome {
     /// Processor time of all threads but the guest's processors, at the source and at the
     /// destination.
     pub cpu: [Duration; 2],
+    /// That of the guest's processors, likewise.
+    pub vcpus: [Duration; 2],
     /// Lines in which the guest tells of damaged memory.
     pub bugs: usize,
     /// Where the guest was.
     pub source: TestVm,
     /// Where it was to go.
     pub destination: TestVm,
+}
+
+impl Outcome {
+    /// What the guest counted each second in the time `lead` that the observer looked on before the
+    /// move. Not up to the beginning of the move: to touch memory just before it, as
+    /// [`warm_up_bytes`] does, takes a processor from the guest.
+    pub fn rate_before(&self, lead: Duration) -> f64 {
+        self.trace.as_ref().map_or(f64::NAN, |trace| trace.rate(Duration::ZERO, lead))
+    }
 }
 
 /// Touches the memory that the guest of `vm` will take, and half of that again; gives it back.
@@ -189,7 +200,10 @@ impl Fixture {
         let before = (source.cpu_time()?, destination.cpu_time()?);
         let began = observer.as_ref().map_or(Duration::ZERO, |it| it.started().elapsed());
         let moved = by(&mut source, &mut destination)?;
-        let after = (source.cpu_time()?, destination.cpu_time()?);
+        // A destination whose guest did not come may have ended.
+        let there = destination.cpu_time();
+        let there = if moved.finished { there? } else { there.unwrap_or(before.1) };
+        let after = (source.cpu_time()?, there);
         let here = if moved.finished { &destination } else { &source };
         here.wait_for_heartbeats_after(Instant::now(), self.beats_after, self.limit)?;
         let (seen, trace) = match observer {
@@ -203,7 +217,8 @@ impl Fixture {
         ensure!(!seen.ran_on_both, "the guest ran on both sides");
         let bugs = [source.bugs(), destination.bugs()].concat();
         bugs.iter().for_each(|bug| println!("{bug}"));
-        let cpu = [(after.0 - before.0).others, (after.1 - before.1).others];
-        Ok(Outcome { moved, seen, trace, began, cpu, bugs: bugs.len(), source, destination })
+        let used = [after.0 - before.0, after.1 - before.1];
+        let (cpu, vcpus) = (used.map(|it| it.others), used.map(|it| it.vcpus));
+        Ok(Outcome { moved, seen, trace, began, cpu, vcpus, bugs: bugs.len(), source, destination })
     }
 }

@@ -4,7 +4,9 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use godwit_testbed::{Ended, Godwit, Running, SlowLink, TestVm, shared_by, wall_clock};
+use godwit_testbed::{
+    EmulatedLink, Ended, Godwit, Movable, Running, SlowLink, TestVm, shared_by, wall_clock,
+};
 
 /// One run of `godwit migrate` and `godwit receive`.
 #[derive(Debug)]
@@ -24,11 +26,23 @@ pub struct Attempt {
     pub receive: Option<Ended>,
 }
 
+/// Where the two commands run.
+#[derive(Clone, Copy, Debug, Default)]
+pub enum Over<'a> {
+    /// Both on this host.
+    #[default]
+    Loopback,
+    /// `godwit receive` at the far end of this link.
+    Slow(&'a SlowLink),
+    /// Each at an end of this one.
+    Emulated(&'a EmulatedLink),
+}
+
 /// Where and for how long it may try.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms<'a> {
-    /// `godwit receive` is at the far end of this link; `None`: on this host.
-    pub link: Option<&'a SlowLink>,
+    /// Over what.
+    pub link: Over<'a>,
     /// `godwit migrate` is interrupted after so long; `None`: never.
     pub patience: Option<Duration>,
     /// Each command ends within this.
@@ -47,7 +61,7 @@ impl Attempt {
         destination: &mut TestVm,
         options: &[&str],
     ) -> anyhow::Result<Self> {
-        let terms = Terms { link: None, patience: None, limit };
+        let terms = Terms { link: Over::Loopback, patience: None, limit };
         Self::under(terms, godwit, source, destination, options)
     }
 
@@ -64,13 +78,22 @@ impl Attempt {
     ) -> anyhow::Result<Self> {
         let cpu_before = ended_children()?;
         let disks = shared_by(options);
+        let (here, there) = (source.vm_name(), destination.vm_name());
         let (receive, address) = match terms.link {
-            Some(link) => godwit.receive_over(link, destination, disks)?,
-            None => godwit.receive(destination, disks)?,
+            Over::Slow(link) => godwit.receive_over(link, destination, disks)?,
+            Over::Loopback => godwit.receive(destination, disks)?,
+            Over::Emulated(link) => {
+                let listen = format!("{}:0", link.far().address());
+                link.far().within(|| godwit.receive_named_on(&listen, &there, disks))?
+            }
         };
         destination.qmp().forget_events();
         let began = wall_clock();
-        let migrate = godwit.migrate(source, &address, options)?;
+        let migrate = || godwit.migrate_named(&here, &address, options);
+        let migrate = match terms.link {
+            Over::Emulated(link) => link.near().within(migrate)?,
+            _ => migrate()?,
+        };
         if let Some(patience) = terms.patience {
             interrupt_after(patience, &migrate)?;
         }

@@ -4,6 +4,7 @@
 //! A benchmark is a program of its own under `src/bin`; this library leaves measuring to them.
 
 pub mod arguments;
+pub mod chart;
 pub mod figures;
 pub mod fixture;
 pub mod godwit;

@@ -40,9 +40,9 @@ pub fn one_move(
     by: impl FnOnce(&mut TestVm, &mut TestVm) -> anyhow::Result<Moved>,
 ) -> anyhow::Result<Row> {
     let outcome = fixture.one_move(by)?;
+    let rate = outcome.rate_before(BEFORE);
     let (seen, moved, from) = (outcome.seen, outcome.moved, outcome.began);
     let trace = outcome.trace.unwrap_or_default();
-    let rate = trace.rate(from.saturating_sub(BEFORE), from);
     let loss = trace.loss(from, from + moved.wall, rate);
     let millis = |time: Duration| seconds(time) * 1e3;
     let longest = seen.longest();

@@ -29,8 +29,38 @@ pub struct Target {
     pub limit: f64,
     /// On which side of the limit it should be.
     pub better: Better,
+    /// Of single rounds, where there are some to tell: the least and the most.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub spread: Option<[f64; 2]>,
     /// The verdict.
     pub met: bool,
+    /// The verdict may be chance: some rounds alone would have another, or there are too few.
+    pub within_noise: bool,
+}
+
+/// With fewer rounds a verdict may be chance, whatever they say.
+const ROUNDS_TO_TELL: usize = 3;
+
+impl Target {
+    /// In a word or two.
+    #[must_use]
+    pub fn verdict(&self) -> &'static str {
+        match (self.met, self.within_noise) {
+            (true, false) => "met",
+            (false, false) => "MISSED",
+            (true, true) => "met, within the noise",
+            (false, true) => "MISSED, within the noise",
+        }
+    }
+}
+
+impl Better {
+    fn is_met(self, value: f64, limit: f64) -> bool {
+        match self {
+            Self::Lower => value <= limit,
+            Self::Higher => value >= limit,
+        }
+    }
 }
 
 /// Figures and targets of one benchmark run.
@@ -57,11 +87,25 @@ impl Report {
     /// Adds a target; whether it is met follows from value, limit and direction. NaN never meets a
     /// limit.
     pub fn target(&mut self, name: impl Into<String>, value: f64, limit: f64, better: Better) {
-        let met = match better {
-            Better::Lower => value <= limit,
-            Better::Higher => value >= limit,
-        };
-        self.targets.push(Target { name: name.into(), value, limit, better, met });
+        let met = better.is_met(value, limit);
+        let (name, spread, within_noise) = (name.into(), None, false);
+        self.targets.push(Target { name, value, limit, better, spread, met, within_noise });
+    }
+
+    /// The same for a value that was measured in rounds, of which each alone came to one of `each`.
+    pub fn target_of_rounds(
+        &mut self,
+        name: impl Into<String>,
+        (value, each): (f64, &[f64]),
+        limit: f64,
+        better: Better,
+    ) {
+        let met = better.is_met(value, limit);
+        let agree = each.iter().all(|value| better.is_met(*value, limit) == met);
+        let (spread, within_noise) =
+            (Some([least(each), most(each)]), each.len() < ROUNDS_TO_TELL || !agree);
+        let name = name.into();
+        self.targets.push(Target { name, value, limit, better, spread, met, within_noise });
     }
 
     /// The targets so far.
@@ -74,8 +118,11 @@ impl Report {
         println!("\n{:<78} {:>12} {:>12}", "target", "value", "limit");
         for t in &self.targets {
             let sign = if t.better == Better::Lower { "<=" } else { ">=" };
-            let verdict = if t.met { "met" } else { "MISSED" };
-            println!("{:<78} {:>12.3} {sign} {:>9.3}  {verdict}", t.name, t.value, t.limit);
+            let verdict = t.verdict();
+            let spread = t.spread.map_or(String::new(), |[least, most]| {
+                format!(" (rounds: {least:.3} to {most:.3})")
+            });
+            println!("{:<78} {:>12.3} {sign} {:>9.3}  {verdict}{spread}", t.name, t.value, t.limit);
         }
         let dir = PathBuf::from("target/bench");
         std::fs::create_dir_all(&dir)
@@ -116,6 +163,26 @@ pub fn median_of<'a, R: 'a>(
     median(&rows.into_iter().map(figure).collect::<Vec<_>>())
 }
 
+/// The least of `values`; NaN when one of them is, or for none: what was not measured stays
+/// missing.
+pub fn least(values: &[f64]) -> f64 {
+    let lesser = |a: f64, b: f64| if a.is_nan() || b.is_nan() { f64::NAN } else { a.min(b) };
+    values.iter().copied().reduce(lesser).unwrap_or(f64::NAN)
+}
+
+/// The most of `values`, likewise.
+pub fn most(values: &[f64]) -> f64 {
+    -least(&values.iter().map(|value| -value).collect::<Vec<_>>())
+}
+
+/// The most of a figure of `rows`, likewise.
+pub fn most_of<'a, R: 'a>(
+    rows: impl IntoIterator<Item = &'a R>,
+    figure: impl Fn(&R) -> f64,
+) -> f64 {
+    most(&rows.into_iter().map(figure).collect::<Vec<_>>())
+}
+
 /// Processor, core count, memory and kernel of this machine, in one line.
 pub fn machine() -> String {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
@@ -154,5 +221,39 @@ mod tests {
         report.target("unmeasured", f64::NAN, 2.0, Better::Lower);
         let met: Vec<bool> = report.targets().iter().map(|t| t.met).collect();
         assert_eq!(met, [true, false, false]);
+    }
+
+    #[test]
+    fn what_was_not_measured_stays_missing() {
+        assert_eq!((least(&[2.0, 1.0]), most(&[2.0, 3.0, 1.0])), (1.0, 3.0));
+        assert!(least(&[1.0, f64::NAN]).is_nan() && most(&[f64::NAN, 1.0]).is_nan());
+        assert!(least(&[]).is_nan() && most(&[]).is_nan());
+    }
+
+    #[test]
+    fn a_verdict_that_rounds_disagree_on_is_within_the_noise() {
+        let mut report = Report::new("test");
+        let mut enter = |value, each: &[f64]| {
+            report.target_of_rounds("ratio", (value, each), 1.0, Better::Lower);
+        };
+        enter(0.8, &[0.7, 0.8, 0.9]);
+        enter(0.9, &[0.7, 0.9, 1.2]);
+        enter(1.2, &[0.9, 1.2, 1.3]);
+        enter(1.2, &[1.1, 1.2, 1.3]);
+        enter(0.8, &[0.7, 0.9]);
+        enter(0.8, &[0.7, 0.8, f64::NAN]);
+        let verdicts: Vec<&str> = report.targets().iter().map(Target::verdict).collect();
+        assert_eq!(
+            verdicts,
+            [
+                "met",
+                "met, within the noise",
+                "MISSED, within the noise",
+                "MISSED",
+                "met, within the noise",
+                "met, within the noise"
+            ]
+        );
+        assert_eq!(report.targets()[0].spread, Some([0.7, 0.9]));
     }
 }

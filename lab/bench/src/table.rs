@@ -40,6 +40,17 @@ pub fn figure(value: f64, digits: usize) -> String {
     if value.is_nan() { "-".to_owned() } else { format!("{value:.digits$}") }
 }
 
+/// A figure with three significant digits or so, for where there is little room.
+pub fn short(value: f64) -> String {
+    match value {
+        v if !v.is_finite() => "–".to_owned(),
+        v if v >= 99.5 => format!("{v:.0}"),
+        v if v >= 9.95 => format!("{v:.1}"),
+        v if v >= 0.0995 => format!("{v:.2}"),
+        v => format!("{v:.4}"),
+    }
+}
+
 /// Prints a table in Markdown, columns aligned, where columns are known only when it runs.
 pub fn markdown(title: &str, head: &[String], rows: &[Vec<String>]) {
     println!("\n### {title}\n");

@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_refused};
 use godwit_stamp::settings::{BuildWork, Mode};
-use godwit_testbed::{Godwit, GuestConfig, Link, MicroVm, Movable, VmConfig, builds_for, soak};
+use godwit_testbed::{
+    Godwit, GuestConfig, Link, MicroVm, Movable, TestVm, VmConfig, builds_for, soak,
+};
 use godwit_units::ByteCount;
 use serde_json::Value;
 
@@ -242,9 +244,14 @@ fn what_a_linux_guest_reports_is_neither_sent_nor_held() -> anyhow::Result<()> {
 fn what_it_reports_while_it_moves_is_discarded() -> anyhow::Result<()> {
     let test = "what_it_reports_while_it_moves_is_discarded";
     let Some(build) = builds_for(test).into_iter().next() else { return Ok(()) };
-    let mut pair = Pair::start(&linux(&build, REPORTING))?;
-    // Linux waits for two seconds before it reports; by then most of it was sent.
-    let (migrate, _) = pair.migrate(&["--compression", "none", "--max-bandwidth", "100MiB/s"])?;
+    let config = linux(&build, REPORTING);
+    let destination = TestVm::destination(&config)?;
+    let source = TestVm::source(&config)?;
+    let mut pair = Pair { source, destination, godwit: Godwit::built()? };
+    // It moves from when its process has filled half of its memory. Linux reports what it gets
+    // back two seconds after: what was sent by then is a part, whatever else the host does.
+    pair.source.await_held(LIMIT, &|held| held.0 >= 200 << 20)?;
+    let (migrate, _) = pair.migrate(&["--compression", "none", "--max-bandwidth", "60MiB/s"])?;
     check_moved(&mut pair, &migrate)?;
     let rounds = migrate.last()["round_list"].as_array().cloned().unwrap_or_default();
     let zero: u64 = rounds.iter().skip(1).filter_map(|round| round["zero_pages"].as_u64()).sum();
@@ -264,7 +271,7 @@ fn a_plan_says_what_would_make_free_memory_known() -> anyhow::Result<()> {
         (&["-device", REPORTING], ""),
     ];
     for (extra, words) in cases {
-        let vm = godwit_testbed::TestVm::source(&small(extra))?;
+        let vm = TestVm::source(&small(extra))?;
         let godwit = Godwit::built()?;
         let output = godwit.run(&["plan", "--vm", &vm.vm_name(), "--for", "200ms", "--json"])?;
         let answer: Value = serde_json::from_slice(&output.stdout)?;

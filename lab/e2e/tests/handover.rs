@@ -11,6 +11,7 @@ use godwit_testbed::{
     VmConfig, builds_for, images_for,
 };
 use godwit_units::ByteCount;
+use serde_json::json;
 
 /// What has to be noticed is noticed by then, on a busy machine too; all limits of the product are
 /// longer.
@@ -200,6 +201,42 @@ fn a_destination_that_refuses_to_run_the_guest_says_why_and_the_source_has_it_ba
             ensure!(errors.contains("QEMU refused cont: Failed to get"), "{errors}");
         }
         check_untouched(&mut pair.source)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn the_network_is_told_as_often_as_is_wanted() -> anyhow::Result<()> {
+    for build in builds_for("the_network_is_told_as_often_as_is_wanted") {
+        for rounds in [0_usize, 12] {
+            let (here, there) = (Network::listen()?, Network::listen()?);
+            let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+            let config = |network: &Network| {
+                let mut config = config.clone();
+                config.extra.extend(network.arguments());
+                config
+            };
+            let mut pair = Pair::start_apart(&config(&here), &config(&there))?;
+            let wanted = rounds.to_string();
+            let options = ["--announce", &wanted];
+            let (receive, address) = pair.godwit.receive(&pair.destination, &options)?;
+            let migrate = pair.godwit.migrate(&pair.source, &address, &[])?.wait(LIMIT)?;
+            check_moved(&mut pair, &migrate)?;
+            ensure!(receive.wait(LIMIT)?.status.success());
+            // Twelve rounds take six seconds; ten is what QEMU and godwit would do unasked.
+            let (until, mut announced) = (Instant::now() + LIMIT, there.announcements()?);
+            let least = if rounds == 0 { 0 } else { 11 };
+            std::thread::sleep(Duration::from_secs(1));
+            while announced < least && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(100));
+                announced += there.announcements()?;
+            }
+            ensure!(announced >= least, "{build}: announced {announced} times");
+            ensure!(rounds > 0 || announced + there.announcements()? == 0, "{build}: {announced}");
+            let parameters =
+                pair.destination.qmp().execute("query-migrate-parameters", json!({}))?;
+            ensure!(parameters["announce-rounds"] == 5, "{build}: it stays set: {parameters}");
+        }
     }
     Ok(())
 }

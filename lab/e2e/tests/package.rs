@@ -11,6 +11,7 @@ use godwit_testbed::{Godwit, Room, skip};
 /// What the package depends on.
 const BELOW: [&str; 2] = ["libc6", "libgcc-s1"];
 const UNIT: &str = "/usr/lib/systemd/system/godwit-receive@.service";
+const DAEMON: &str = "/usr/lib/systemd/system/godwitd.service";
 
 fn run(command: &mut Command) -> anyhow::Result<Output> {
     command.output().with_context(|| format!("cannot run {command:?}"))
@@ -94,6 +95,17 @@ fn check_unit(test: &str, root: &Path) -> anyhow::Result<()> {
         .arg(&unit))?;
     let said = String::from_utf8_lossy(&secure.stdout);
     ensure!(secure.status.success(), "{said}");
+    std::fs::remove_file(&unit)?;
+    // That of the daemon, under another name, with the program that is in the root.
+    let unit = root.join("usr/lib/systemd/system/daemon-test.service");
+    let text = std::fs::read_to_string(root.join(&DAEMON[1..]))?;
+    let program = root.join("usr/bin/godwitd");
+    std::fs::write(&unit, text.replace("/usr/bin/godwitd", &program.to_string_lossy()))?;
+    let verified = run(Command::new("systemd-analyze")
+        .args(["verify", "--man=no", "--recursive-errors=no"])
+        .arg(&unit))?;
+    let said = String::from_utf8_lossy(&verified.stderr);
+    ensure!(verified.status.success() && !said.contains("daemon-test"), "{said}");
     Ok(std::fs::remove_file(&unit)?)
 }
 
@@ -132,6 +144,14 @@ fn a_package_is_all_that_a_clean_root_needs() -> anyhow::Result<()> {
     let wrong = inside(&["migrate", "--nonsense"])?;
     ensure!(wrong.status.code() == Some(2), "{wrong:?}");
 
+    // The daemon, which has the same below it.
+    let daemon =
+        |words: &[&str]| run(Command::new("chroot").arg(&root).arg("/usr/bin/godwitd").args(words));
+    let output = daemon(&["--version"])?;
+    ensure!(String::from_utf8(output.stdout)?.contains(number), "godwitd is no {number}");
+    let output = daemon(&["--config", "/nowhere"])?;
+    ensure!(output.status.code() == Some(1), "{output:?}");
+
     let files = done(&mut dpkg(&root, &["-L", "godwit"]))?;
     for wanted in [
         "/usr/share/man/man1/godwit.1.gz",
@@ -143,6 +163,9 @@ fn a_package_is_all_that_a_clean_root_needs() -> anyhow::Result<()> {
         "/usr/share/doc/godwit/docs/qemu.md",
         "/usr/share/doc/godwit/copyright",
         UNIT,
+        "/usr/share/man/man8/godwitd.8.gz",
+        "/usr/share/bash-completion/completions/godwitd",
+        DAEMON,
     ] {
         ensure!(files.lines().any(|file| file == wanted), "{wanted} is not in {files}");
         ensure!(root.join(&wanted[1..]).metadata()?.len() > 0, "{wanted} is empty");

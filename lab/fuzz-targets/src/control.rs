@@ -1,7 +1,9 @@
-//! The lines of the control socket, as either end reads them, and what is printed of them.
+//! The lines of the control sockets, that of a `godwitd` among them, as either end reads them, and
+//! what is printed of them.
 
 use godwit_control::messages::{Answer, Request};
 use godwit_control::steer::steer;
+use godwit_daemon::messages as daemon;
 use godwit_engine::destination::Notice;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::Progress;
@@ -16,6 +18,16 @@ pub(crate) fn lines(bytes: &[u8]) {
         }
         if let Ok(answer) = serde_json::from_slice::<Answer>(line) {
             answered(answer);
+        }
+        match daemon::Request::parse(line) {
+            Ok(request) => {
+                assert_eq!(daemon::Request::parse(request.line().as_bytes()), Ok(request));
+            }
+            // It is one line of a log.
+            Err(why) => assert!(!say::line(why).contains(char::is_control)),
+        }
+        if let Ok(answer) = serde_json::from_slice::<daemon::Answer>(line) {
+            serde_json::to_string(&answer).expect("an answer is JSON");
         }
     }
 }

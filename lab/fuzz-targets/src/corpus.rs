@@ -554,6 +554,12 @@ fn lines() -> Vec<Seed> {
         json!({ "command": "receive", "listen": "[::1]:0", "wait_ms": null }),
         json!({ "command": "plug", "bytes": 4096, "slots": 3 }),
     ];
+    let daemon = [
+        json!({ "version": 1, "command": "receive", "id": "a-1", "way": "libvirt",
+                "vm": { "name": "a", "memory_bytes": 4096, "cpu": "EPYC" } }),
+        json!({ "version": 1, "command": "follow", "id": "a-1", "from": 3 }),
+        json!({ "answer": "said", "n": 1, "line": { "event": "listening" } }),
+    ];
     let progress = Progress {
         elapsed: std::time::Duration::from_millis(4321),
         stage: Stage::PreCopy,
@@ -599,6 +605,7 @@ fn lines() -> Vec<Seed> {
         ("requests", text(&requests)),
         ("answers", text(&answers)),
         ("progress", text(&[json(&Answer::Progress(Box::new(progress)))])),
+        ("daemon", text(&daemon)),
     ]
 }
 

@@ -61,7 +61,7 @@ pub const TARGETS: [Target; 15] = targets! {
     "nbd", "an NBD server: handshake and replies", nbd::replies;
     "balloon", "a guest: the registers and rings of its balloon", guests::balloon;
     "rings", "a guest: the registers and rings of any virtio device", guests::rings;
-    "control", "the control socket, either end; what is printed of it", control::lines;
+    "control", "the control sockets, either end; what is printed of them", control::lines;
     "keys", "PEM files; a peer that is to encrypt", keys::keys;
     "words", "an operator: sizes, rates, addresses, settings", words::words;
 };

@@ -9,6 +9,7 @@ use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 
 use godwit_control::messages::{Answer, Request};
+use godwit_daemon::messages as daemon;
 use godwit_fuzz_targets::{TARGETS, Target, corpus, target};
 use godwit_qemu::{Mapping, strangers};
 
@@ -123,6 +124,10 @@ fn what_the_other_side_really_says_is_understood() {
             let request = serde_json::from_str::<Request>(line).is_ok();
             assert!(request || serde_json::from_str::<Answer>(line).is_ok(), "{line}");
         }
+    }
+    for line in String::from_utf8(seed("control", "daemon")).unwrap().lines() {
+        let request = daemon::Request::parse(line.as_bytes()).is_ok();
+        assert!(request || serde_json::from_str::<daemon::Answer>(line).is_ok(), "{line}");
     }
 }
 

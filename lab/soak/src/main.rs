@@ -12,12 +12,13 @@ use anyhow::{Context, ensure};
 use clap::Parser;
 use godwit_faults::defects::{Defect, defect_of_memory};
 use godwit_faults::point::points;
+use godwit_soak::damage::{DAMAGED, Told, damage};
 use godwit_soak::load::{Kind, Load};
 use godwit_soak::machine::{chosen, machine_named};
 use godwit_soak::report::{self, Asked, Part};
 use godwit_soak::run::{Soak, Until};
 use godwit_testbed::end_children_on_interrupt;
-use godwit_units::parse_duration;
+use godwit_units::{format_duration, parse_duration};
 
 /// How often the table is drawn.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -59,12 +60,36 @@ struct Arguments {
     /// Put the table into docs/reliability.md, also when these are not all VMs
     #[arg(long)]
     table: bool,
+    /// No moves: instead damage the disk of fio and the memory of stress-ng, which have to tell
+    #[arg(long, conflicts_with_all = ["only", "witnesses", "time", "each", "table"])]
+    damage: bool,
     /// What each move gets wrong on purpose, as `make defects` calls it
     #[arg(long, hide = true, value_parser = defect_of_memory)]
     defect: Option<&'static Defect>,
 }
 
+/// Damages the work of witnesses, one after the other.
+fn damage_all() -> anyhow::Result<ExitCode> {
+    end_children_on_interrupt().context("no signals")?;
+    let mut skipped = 0;
+    for witness in DAMAGED {
+        println!("{witness}: starting it, and damaging what it has");
+        match damage(witness).with_context(|| format!("{witness}"))? {
+            Some(Told { line, pages, after }) => {
+                let after = format_duration(after);
+                println!("{witness} tells after {after} and a bit of {pages} pages: {line}");
+            }
+            None => skipped += 1,
+        }
+    }
+    ensure!(skipped == 0, "{skipped} of {} witnesses were not there", DAMAGED.len());
+    Ok(ExitCode::SUCCESS)
+}
+
 fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    if arguments.damage {
+        return damage_all();
+    }
     ensure!(arguments.moves > 0, "--moves 0: use 1 or more");
     let vms = chosen(&arguments.only, arguments.witnesses);
     let kinds = if arguments.no_load { &[][..] } else { &arguments.load };

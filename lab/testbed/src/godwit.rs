@@ -37,17 +37,8 @@ impl Godwit {
     /// When it was not built.
     pub fn built() -> anyhow::Result<Self> {
         crate::children::hear_interrupts();
-        let this = std::env::current_exe().context("cannot tell where this program is")?;
-        let places = this.ancestors().skip(1).take(2).map(|dir| dir.join("godwit"));
-        let found = places.into_iter().find(|path| path.is_file());
-        let program = found.with_context(|| {
-            format!(
-                "there is no godwit beside {}: run `cargo build --bin godwit --features \
-                 test-hooks` (with --release for a release)",
-                this.display()
-            )
-        })?;
-        Ok(Self::at(program))
+        let build = "cargo build --bin godwit --features test-hooks";
+        Ok(Self::at(built("godwit", build)?))
     }
 
     /// The one at this place.
@@ -134,6 +125,19 @@ impl Godwit {
     /// As [`Self::receive`].
     pub fn receive_named(&self, vm: &str, options: &[&str]) -> anyhow::Result<(Running, String)> {
         self.receive_at(self.command(), "127.0.0.1:0", vm, options)
+    }
+
+    /// The same at an address of the caller's choice.
+    ///
+    /// # Errors
+    /// As [`Self::receive`].
+    pub fn receive_named_on(
+        &self,
+        address: &str,
+        vm: &str,
+        options: &[&str],
+    ) -> anyhow::Result<(Running, String)> {
+        self.receive_at(self.command(), address, vm, options)
     }
 
     /// The same for a QEMU that is started for the guest.
@@ -283,6 +287,19 @@ impl Godwit {
         let output = Console::read(child.stdout.take().context("godwit has no standard output")?);
         Ok(Running { child, output, place })
     }
+}
+
+/// The program `name` that was built with this one: it lies beside it, or a directory above where
+/// tests lie. `build` is what builds it.
+pub(crate) fn built(name: &str, build: &str) -> anyhow::Result<PathBuf> {
+    let this = std::env::current_exe().context("cannot tell where this program is")?;
+    let places = this.ancestors().skip(1).take(2).map(|dir| dir.join(name));
+    places.into_iter().find(|path| path.is_file()).with_context(|| {
+        format!(
+            "there is no {name} beside {}: run `{build}` (with --release for a release)",
+            this.display()
+        )
+    })
 }
 
 /// What a `godwit` needs to speak in the clear with an address beyond this host, as that of a link

@@ -11,10 +11,12 @@
 
 mod children;
 mod clock;
+mod conditions;
 mod console;
 mod cpu;
 mod disk;
 mod drain;
+mod emulated_link;
 mod gap;
 mod godwit;
 mod guest;
@@ -53,15 +55,18 @@ mod soak;
 mod started;
 mod storage_daemon;
 mod talk;
+mod throughput;
 mod vm;
 mod witness;
 
 pub use children::{end_children, end_children_on_interrupt};
 pub use clock::Clock;
+pub use conditions::Conditions;
 pub use console::{Beat, Console, longest_pause};
 pub use cpu::{CpuTime, peak_rss};
 pub use disk::{DiskImage, allocated, images_for};
 pub use drain::drained;
+pub use emulated_link::{EmulatedLink, LinkEnd};
 pub use gap::{Gap, Observation};
 pub use godwit::{Ended, Godwit, Running, shared_by};
 pub use godwit_qemu::monitor::Qmp;
@@ -83,7 +88,10 @@ pub use net_back_end::NetBackEnd;
 pub use netns::{SlowLink, enter as enter_namespace};
 pub use network::Network;
 pub use observer::{BeaconPlace, Observer};
-pub use own::{OwnMigration, Style, own_migration, own_migration_within, wall_clock};
+pub use own::{
+    OwnMigration, OwnTerms, Style, own_migration, own_migration_under, own_migration_within,
+    wall_clock,
+};
 pub use own_disks::{OwnDisksMigration, own_migration_with_disks};
 pub use pings::{Heard, Pings, Silence};
 pub use ports::Ports;

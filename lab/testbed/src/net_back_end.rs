@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 
-use crate::godwit::Godwit;
+use crate::godwit::built;
 use crate::leftovers::Place;
 
 const PROGRAM: &str = "vhost-user-tap";
@@ -25,12 +25,7 @@ pub struct NetBackEnd {
 impl NetBackEnd {
     /// One for the tap `port` of the network namespace at `namespace`.
     pub(crate) fn start(namespace: &Path, port: &str) -> anyhow::Result<Self> {
-        let program = Godwit::built()?.beside(PROGRAM).program().to_owned();
-        ensure!(
-            program.is_file(),
-            "there is no {}: run `cargo build --package godwit-testbed --bins`",
-            program.display()
-        );
+        let program = built(PROGRAM, "cargo build --package godwit-testbed --bins")?;
         let place = Place::new()?;
         let child = Command::new(&program)
             .args([&socket(&place), namespace])

@@ -6,20 +6,21 @@
 //! one promise: namespace and interfaces go with their owner, or with the next sweep. Needs root.
 
 use std::fs::File;
-use std::net::{SocketAddrV4, TcpStream};
+use std::net::{SocketAddrV4, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use godwit_units::{ByteCount, Rate};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::ip::{remove_namespace, tool};
 use crate::leftovers::{Place, unique};
 use crate::qemu_build::QemuBuild;
+use crate::throughput::throughput;
 
 /// Moves this thread alone into the network `namespace`, until it ends (setns(2)).
 ///
@@ -56,6 +57,7 @@ pub(crate) fn connect(
 const BURST: u64 = 256 << 10;
 /// A packet that would wait longer is dropped.
 const LATENCY: &str = "50ms";
+const CONNECT_LIMIT: Duration = Duration::from_secs(30);
 
 /// The link and the namespace at its far end.
 #[derive(Debug)]
@@ -130,6 +132,26 @@ impl SlowLink {
         build_within(&self.name, &self.place.file("qemu"), build)
     }
 
+    /// What one TCP connection carries to the far end, once it has had `start` to find out how
+    /// much that is, in the time `time` after.
+    ///
+    /// # Errors
+    /// When there is no connection, or it breaks.
+    pub fn throughput(&self, start: Duration, time: Duration) -> anyhow::Result<Rate> {
+        let there = SocketAddrV4::new(self.there.parse()?, 0);
+        let namespace = File::open(Path::new("/run/netns").join(&self.name))?;
+        let listener = std::thread::scope(|scope| {
+            let listening = scope.spawn(|| {
+                enter(&namespace)?;
+                anyhow::Ok(TcpListener::bind(there)?)
+            });
+            listening.join().map_err(|_| anyhow!("the thread has panicked"))?
+        })?;
+        let address = SocketAddrV4::new(*there.ip(), listener.local_addr()?.port());
+        let sender = connect(address, CONNECT_LIMIT, "nobody listens")?;
+        throughput(&sender, &listener.accept()?.0, start, time)
+    }
+
     /// Bytes that it has carried so far, both ways, headers and all.
     ///
     /// # Errors
@@ -169,7 +191,6 @@ pub(crate) fn build_within(
 #[cfg(test)]
 mod tests {
     use std::io::Read;
-    use std::net::TcpListener;
     use std::time::{Duration, Instant};
 
     use super::*;

@@ -1,9 +1,9 @@
 //! QEMU's own migration between two machines, for comparison.
 //!
-//! Keeps it fair: the same machines as for Godwit, RAM copied over TCP loopback, a downtime limit
-//! of 300 ms, and the time taken from the command to the guest running on the other side with all
-//! of its memory. What a style needs is set, and all that it does not is turned off. Observing the
-//! guest and adding up processor time are left to the caller.
+//! Keeps it fair: the same machines as for Godwit, RAM copied over TCP, a downtime limit of 300 ms,
+//! and the time taken from the command to the guest running on the other side with all of its
+//! memory. What a style needs is set, and all that it does not is turned off. Observing the guest
+//! and adding up processor time are left to the caller.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -40,12 +40,37 @@ pub enum Style {
     Xbzrle,
     /// One connection, and a guest that is slowed down step by step.
     AutoConverge,
+    /// One connection, and each vCPU may make only so many pages dirty a second, fewer step by
+    /// step. For guests on KVM with its ring.
+    DirtyLimit,
     /// One pass, then the guest runs on the destination and fetches what is missing.
     PostCopy {
         /// Whether the bandwidth limit holds after the switch, too, as a link's own would. By
         /// default it does not.
         limited: bool,
     },
+    /// The guest runs on the destination at once, and what it waits for comes over a connection of
+    /// its own; without a limit of bandwidth from then on.
+    PostCopyNow,
+}
+
+impl Style {
+    /// Whether the guest runs on the destination before its memory is there.
+    #[must_use]
+    pub fn is_post_copy(self) -> bool {
+        matches!(self, Self::PostCopy { .. } | Self::PostCopyNow)
+    }
+}
+
+/// Where and for how long QEMU may try.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnTerms<'a> {
+    /// The destination's address; a port is found.
+    pub host: &'a str,
+    /// The limit that QEMU keeps.
+    pub bandwidth: Option<Rate>,
+    /// The migration is cancelled when it takes longer.
+    pub patience: Duration,
 }
 
 /// What QEMU says of its migration, and how long it took.
@@ -56,6 +81,9 @@ pub struct OwnMigration {
     /// From the command until the guest runs on the destination and all of its memory is there, by
     /// QEMU's own time stamps of its events.
     pub wall: Duration,
+    /// From the stop of the guest on the source to its start on the destination, by the same time
+    /// stamps; nothing, where it did not get so far.
+    pub switchover: Option<Duration>,
     /// QEMU's `total-time`.
     pub total: Duration,
     /// QEMU's `downtime`.
@@ -93,38 +121,63 @@ pub fn own_migration_within(
     bandwidth: Option<Rate>,
     patience: Duration,
 ) -> anyhow::Result<OwnMigration> {
+    let terms = OwnTerms { host: "127.0.0.1", bandwidth, patience };
+    own_migration_under(terms, source, destination, style)
+}
+
+/// The same under other terms.
+///
+/// # Errors
+/// When QEMU refuses or fails, a post-copy also when it is not done in time: it cannot be
+/// cancelled.
+pub fn own_migration_under(
+    OwnTerms { host, bandwidth, patience }: OwnTerms<'_>,
+    source: &mut TestVm,
+    destination: &mut TestVm,
+    style: Style,
+) -> anyhow::Result<OwnMigration> {
     for vm in [&mut *source, &mut *destination] {
         prepare(vm, style, bandwidth)?;
         vm.qmp().forget_events();
     }
-    destination.qmp().execute("migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" }))?;
+    let uri = format!("tcp:{host}:0");
+    destination.qmp().execute("migrate-incoming", json!({ "uri": uri }))?;
     let uri = listening_at(destination)?;
 
     let began = wall_clock();
     source.qmp().execute("migrate", json!({ "uri": uri }))?;
     let until = began + patience;
-    if matches!(style, Style::PostCopy { .. }) {
-        switch_after_one_pass(source, until)?;
+    match style {
+        Style::PostCopy { .. } => switch_after_one_pass(source, until)?,
+        Style::PostCopyNow => {
+            source.qmp().execute("migrate-start-postcopy", Value::Null)?;
+        }
+        _ => {}
     }
     let left = || until.saturating_sub(wall_clock());
+    let over = ["completed", "failed", "cancelled", "postcopy-paused"];
     let ended = source.qmp().wait_event_where("the end of the migration", left(), |event| {
         event.name == "MIGRATION"
-            && matches!(event.data["status"].as_str(), Some("completed" | "failed"))
+            && event.data["status"].as_str().is_some_and(|status| over.contains(&status))
     });
-    let Ok(ended) = ended else { return cancelled(source, began) };
+    let Ok(ended) = ended else {
+        ensure!(!style.is_post_copy(), "QEMU's own post-copy is not done within {patience:?}");
+        return cancelled(source, began);
+    };
     ensure!(
         ended.data["status"] == "completed",
-        "QEMU's own migration failed: {}",
-        source.errors().trim()
+        "QEMU's own migration is {}: {} {}",
+        ended.data["status"],
+        source.errors().trim(),
+        destination.errors().trim()
     );
     let running = destination.qmp().wait_event("RESUME", Duration::from_secs(10))?;
+    let stopped = source.qmp().wait_event("STOP", Duration::from_secs(10))?;
     // Of a post-copy the guest ran long before its memory was there.
-    let end = if matches!(style, Style::PostCopy { .. }) {
-        running.emitted.max(ended.emitted)
-    } else {
-        running.emitted
-    };
-    told(source, end.saturating_sub(began), true)
+    let end =
+        if style.is_post_copy() { running.emitted.max(ended.emitted) } else { running.emitted };
+    let switchover = running.emitted.checked_sub(stopped.emitted);
+    Ok(OwnMigration { switchover, ..told(source, end.saturating_sub(began), true)? })
 }
 
 fn told(source: &mut TestVm, wall: Duration, finished: bool) -> anyhow::Result<OwnMigration> {
@@ -133,6 +186,7 @@ fn told(source: &mut TestVm, wall: Duration, finished: bool) -> anyhow::Result<O
     Ok(OwnMigration {
         finished,
         wall,
+        switchover: None,
         total: millis("total-time"),
         downtime: millis("downtime"),
         sent: ByteCount(info["ram"]["transferred"].as_u64().context("no ram.transferred")?),
@@ -177,9 +231,19 @@ fn prepare(vm: &mut TestVm, style: Style, bandwidth: Option<Rate>) -> anyhow::Re
         capability("multifd", channels.is_some()),
         capability("xbzrle", style == Style::Xbzrle),
         capability("auto-converge", style == Style::AutoConverge),
-        capability("postcopy-ram", matches!(style, Style::PostCopy { .. })),
+        capability("postcopy-ram", style.is_post_copy()),
     ];
     vm.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
+    // Older QEMUs have neither, and the second is refused where KVM has no ring.
+    let only = match style {
+        Style::PostCopyNow => Some("postcopy-preempt"),
+        Style::DirtyLimit => Some("dirty-limit"),
+        _ => None,
+    };
+    if let Some(only) = only {
+        let capabilities = [capability(only, true)];
+        vm.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
+    }
     let limit = bandwidth.map_or(NO_LIMIT, |rate| rate.bytes_per_second() as u64);
     let mut parameters = json!({ "max-bandwidth": limit, "downtime-limit": DOWNTIME_LIMIT_MS });
     if let Some(channels) = channels {
@@ -193,6 +257,7 @@ fn prepare(vm: &mut TestVm, style: Style, bandwidth: Option<Rate>) -> anyhow::Re
         Style::PostCopy { limited } => {
             parameters["max-postcopy-bandwidth"] = if limited { limit } else { 0 }.into();
         }
+        Style::PostCopyNow => parameters["max-postcopy-bandwidth"] = 0.into(),
         _ => {}
     }
     vm.qmp().execute("migrate-set-parameters", parameters)?;

@@ -78,6 +78,8 @@ pub struct VmConfig {
     pub backend: Backend,
     /// The directory of its RAM file, where it is not /dev/shm.
     pub ram_in: Option<PathBuf>,
+    /// Places in the ring by which KVM tells of pages that were written; `None`: by bitmaps.
+    pub dirty_ring: Option<u32>,
     /// More arguments for QEMU.
     pub extra: Vec<String>,
 }
@@ -88,14 +90,21 @@ impl VmConfig {
     pub fn new(build: &QemuBuild, guest: GuestConfig) -> Self {
         let (build, backend) = (build.clone(), Backend::default());
         let (accelerator, boot) = (Accelerator::default(), Boot::default());
-        let (ram_in, extra) = (None, Vec::new());
-        Self { build, guest, accelerator, boot, cpus: 1, backend, ram_in, extra }
+        let (ram_in, dirty_ring, extra) = (None, None, Vec::new());
+        Self { build, guest, accelerator, boot, cpus: 1, backend, ram_in, dirty_ring, extra }
     }
 
     /// The same on KVM, with a guest of its own that does the same work.
     #[must_use]
     pub fn on_kvm(mut self) -> Self {
         self.accelerator = Accelerator::Kvm;
+        self
+    }
+
+    /// The same on KVM with a ring of so many places, a power of two.
+    #[must_use]
+    pub fn with_dirty_ring(mut self, places: u32) -> Self {
+        self.dirty_ring = Some(places);
         self
     }
 
@@ -448,14 +457,17 @@ fn guest_arguments(config: &VmConfig, place: &Place) -> anyhow::Result<Vec<Strin
             words.extend(config.boot.arguments(&config.guest.command_line())?);
             return Ok(words);
         }
-        Accelerator::Kvm => "kvm",
-        Accelerator::Firmware => "tcg",
+        Accelerator::Kvm => match config.dirty_ring {
+            Some(places) => format!("kvm,dirty-ring-size={places}"),
+            None => "kvm".to_owned(),
+        },
+        Accelerator::Firmware => "tcg".to_owned(),
     };
     let firmware = place.file("firmware");
     std::fs::write(&firmware, kvm::FIRMWARE).context("cannot write the firmware")?;
     let firmware = firmware.display().to_string();
     // Not every KVM shows SSE3, and QEMU complains where it is missing.
-    let words = ["-accel", accelerator, "-cpu", "qemu64,pni=off", "-bios", &firmware];
+    let words = ["-accel", &accelerator, "-cpu", "qemu64,pni=off", "-bios", &firmware];
     Ok(words.map(str::to_owned).to_vec())
 }
 

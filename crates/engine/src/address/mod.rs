@@ -124,7 +124,8 @@ impl Address {
     }
 
     /// The host's name or number, where there is one.
-    pub(crate) fn host(&self) -> Option<&str> {
+    #[must_use]
+    pub fn host(&self) -> Option<&str> {
         match self {
             Self::Tcp(text) => text.rsplit_once(':').map(|(host, _)| host),
             Self::Unix(_) | Self::Vsock(..) => None,

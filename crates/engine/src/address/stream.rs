@@ -186,12 +186,16 @@ impl Stream {
     }
 
     /// The certificate that the peer has shown, in DER; `None`: nothing is encrypted.
-    pub(crate) fn shown(&self) -> Option<Vec<u8>> {
+    #[must_use]
+    pub fn shown(&self) -> Option<Vec<u8>> {
         self.session.as_ref().and_then(|session| session.shown())
     }
 
     /// Reads, until `until` at the latest or until it is to `stop`. Then it is `WouldBlock`.
-    pub(crate) fn read_until(
+    ///
+    /// # Errors
+    /// That, and those of the connection.
+    pub fn read_until(
         &mut self,
         buffer: &mut [u8],
         until: Instant,

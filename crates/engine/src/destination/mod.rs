@@ -14,9 +14,11 @@ mod barriers;
 mod channel;
 mod disk;
 mod door;
+mod dump;
 mod fault;
 mod fetching;
 mod following;
+mod killed;
 mod lanes;
 mod layout;
 mod left;
@@ -28,17 +30,18 @@ mod record;
 mod session;
 mod slips;
 mod telling;
+mod told;
 
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use godwit_disk::{Disk, DiskChoice};
+use godwit_disk::DiskChoice;
 use godwit_fingerprints::Key;
 use godwit_memory::RamBlock;
 use godwit_protocol::destination::{Action, Input, State, step};
-use godwit_units::{ByteCount, PageCount};
+use godwit_units::ByteCount;
 use godwit_wire::Message;
 
 use crate::address::Listener;
@@ -46,7 +49,6 @@ use crate::cells::Cells;
 use crate::compression::Codecs;
 use crate::link::link_error;
 use crate::missing::MissingList;
-use crate::record::Place;
 use crate::security::Security;
 use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
@@ -54,155 +56,21 @@ use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 use arriving::Fetching;
 use channel::PEER;
 use door::Return;
+use dump::Dumps;
 use fault::MadeUp;
+use killed::{Kept, await_killed};
 use lanes::Lanes;
 use loading::Loading;
-use offer::{Accepted, accept, answer_inquiry, check_room, consider, open_disks};
+use offer::{Accepted, accept, answer_inquiry, check_room, consider};
 use record::Record;
 use session::{Session, out_of_place};
 
+pub use dump::{DumpStage, Dumped};
 #[cfg(feature = "test-hooks")]
 pub use fault::{Defect, Fault, Faults};
 pub use following::follow;
 pub use left::Left;
-
-/// What is told while receiving.
-///
-/// ```
-/// use godwit_engine::destination::Notice;
-///
-/// fn tell(notice: &Notice) {
-///     match notice {
-///         Notice::Refused(why) => eprintln!("refused a connection: {why}; still waiting"),
-///         Notice::Accepted { ram, disks, .. } => {
-///             eprintln!("{ram} and {} disks to come", disks.len());
-///         }
-///         _ => {}
-///     }
-/// }
-/// tell(&Notice::Refused("it does not speak the protocol".to_owned()));
-/// ```
-#[derive(Clone, Debug)]
-pub enum Notice {
-    /// A connection was refused; waiting goes on.
-    Refused(String),
-    /// Another source came while one is being served, and was told so.
-    Busy {
-        /// Where it called from.
-        peer: String,
-    },
-    /// A source asked whether its guest would be accepted, and was answered; waiting goes on.
-    Asked {
-        /// Where it called from.
-        peer: String,
-        /// Why the guest would not be; `None`: it would.
-        refusal: Option<String>,
-    },
-    /// A source was accepted.
-    Accepted {
-        /// Guest memory to come.
-        ram: ByteCount,
-        /// Disks that come along, and their sizes.
-        disks: Vec<Disk>,
-        /// The version of the protocol that both sides speak.
-        protocol_version: u16,
-        /// Features of the protocol that both sides have: their names, or none.
-        features: String,
-    },
-    /// A round is in place.
-    Round {
-        /// Its number.
-        round: u32,
-        /// Bytes received so far.
-        received: ByteCount,
-    },
-    /// The source was lost when all was ready; it is waited for.
-    AwaitingSource {
-        /// For how long.
-        limit: Duration,
-    },
-    /// The connections were lost while pages arrived. What has arrived is kept, and the source
-    /// waited for.
-    Severed {
-        /// How they were lost.
-        why: String,
-        /// For how long; [`limits::ENDLESS`] where the guest runs here already.
-        limit: Duration,
-    },
-    /// The source is back, and goes on where it was.
-    Resumed {
-        /// How long it was away.
-        after: Duration,
-    },
-    /// The guest runs here, and so much of its memory is still to come.
-    Fetching {
-        /// How much.
-        left: ByteCount,
-    },
-}
-
-/// The destination's measures of a finished migration.
-///
-/// ```
-/// use godwit_engine::destination::Received;
-/// use godwit_units::format_duration;
-///
-/// fn line(received: &Received) -> String {
-///     format!("{} in {}", received.bytes, format_duration(received.total))
-/// }
-/// assert_eq!(line(&Received::default()), "0B in 0s");
-/// ```
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Received {
-    /// Bytes received over the data channels.
-    pub bytes: ByteCount,
-    /// From the end of the device state to its being loaded.
-    pub load: Duration,
-    /// From COMMIT to the guest running.
-    pub resume: Duration,
-    /// Whether digests were asked for.
-    pub verified: bool,
-    /// Whether the guest was started; it was not if it was paused at the source.
-    pub running: bool,
-    /// From the acceptance of the source to the guest running.
-    pub total: Duration,
-    /// What came when the guest ran here already, if anything did.
-    pub fetched: Option<Fetched>,
-    /// From the last byte of the disks being handed to them to READY: writing it out, the last
-    /// flush, and what of the device state was not loaded by then. `None` without disks.
-    pub disks_to_ready: Option<Duration>,
-}
-
-/// What came when the guest ran here already (post-copy).
-///
-/// ```
-/// use godwit_engine::destination::Fetched;
-/// use godwit_units::format_duration;
-///
-/// fn line(fetched: &Fetched) -> String {
-///     let Fetched { missing, faults, median_wait, .. } = fetched;
-///     format!("{missing} followed, {faults} were asked for, {}", format_duration(*median_wait))
-/// }
-/// assert!(line(&Fetched::default()).starts_with("0 pages followed"));
-/// ```
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Fetched {
-    /// Pages that were missing when the guest began to run.
-    pub missing: PageCount,
-    /// Of these, pages that somebody waited for.
-    pub faults: u64,
-    /// Of these, pages that the guest gave back before they had come.
-    pub discarded: u64,
-    /// How long they were waited for: from when it was seen that somebody waits to the page being
-    /// in place. Half of them took no longer than this.
-    pub median_wait: Duration,
-    /// The same of 99 of a hundred.
-    pub p99_wait: Duration,
-    /// The longest.
-    pub longest_wait: Duration,
-    /// From the word that pages are missing to the last of them.
-    pub time: Duration,
-}
+pub use told::{Fetched, Notice, Received};
 
 /// How a guest is to be taken in.
 ///
@@ -234,6 +102,10 @@ pub struct Options {
     /// there waits for that source, for as long as `reconnect`. Only where the source can. It is
     /// removed at the end.
     pub record: Option<PathBuf>,
+    /// Where to dump the guest's memory to before it runs: when all of it has arrived, and when
+    /// device state is loaded. The guest stands still meanwhile, and cannot run here before all of
+    /// its memory has come.
+    pub dump: Option<PathBuf>,
     /// Confine the threads that read what comes from outside: no capability, and no system call
     /// but those of their work. Placing pages may open nothing then, nor may the sinks of disks.
     pub confined: bool,
@@ -252,6 +124,7 @@ impl Default for Options {
             overcommit: false,
             reconnect: limits::RECONNECT,
             record: None,
+            dump: None,
             confined: false,
             #[cfg(feature = "test-hooks")]
             faults: Faults::default(),
@@ -337,35 +210,6 @@ fn await_source<'a>(
     }
 }
 
-/// Waits for the source of the session of `record`, whose godwit here was killed.
-fn await_killed<'a>(
-    vm: &mut dyn DestinationVm,
-    mut session: Session<'a>,
-    record: &Record,
-    options: &Options,
-    notice: &mut dyn FnMut(&Notice),
-) -> Result<(Session<'a>, First), EngineError> {
-    let limit = options.reconnect;
-    vm.heed(session.interrupt());
-    let ram = vm.ram();
-    let order = record.order(&ram).ok_or(EngineError::Panicked("main"))?;
-    notice(&Notice::Severed { why: EngineError::Killed.to_string(), limit });
-    let back = session.await_return(vm, limit, notice)?;
-    let back = back.ok_or_else(|| EngineError::Severed {
-        cause: Box::new(EngineError::Killed),
-        limit,
-        last: None,
-    })?;
-    let made_up = MadeUp::of(options);
-    // Those that the operator names now: what the one before was allowed is no matter.
-    let disks = record.disks();
-    let sinks = open_disks(vm, &disks, &options.disks)?;
-    let disks = disks.into_iter().zip(sinks).collect();
-    let wish = (record.verified, record.features());
-    let lanes = Lanes::restored(&session, &ram, (order, wish), disks, made_up);
-    Ok((session, First::Back(back, Box::new(lanes), record.clone())))
-}
-
 /// What a source begins with.
 enum First {
     /// What it said first.
@@ -374,48 +218,6 @@ enum First {
     Back(Return, Box<Lanes>, Record),
     /// The guest runs here, and it is still to come back for what is missing.
     Follow(Box<Lanes>),
-}
-
-/// What is written down for another godwit.
-#[derive(Default)]
-struct Kept {
-    place: Option<Place>,
-    record: Option<Record>,
-}
-
-impl Kept {
-    /// Looks for what a godwit has left that was killed.
-    fn look(
-        vm: &mut dyn DestinationVm,
-        options: &Options,
-    ) -> Result<(Self, Option<Record>), EngineError> {
-        let Some(path) = options.record.as_ref().filter(|_| !options.reconnect.is_zero()) else {
-            return Ok((Self::default(), None));
-        };
-        let mut place = Place::new(path);
-        let found = place.find(|record: &Record| {
-            let names = record.blocks.iter().map(|(name, _)| name.as_str()).collect();
-            // What is asked was answered before, by a source that is not there.
-            let asked = vm.offered(&names, &mut |_| Err("the source is not there".into()));
-            match asked {
-                Ok(()) if options.disks.is_none() && !record.disks.is_empty() => {
-                    Some("disks move along, which have to be allowed again")
-                }
-                Ok(()) => record.unfit(&vm.ram()),
-                Err(_) => Some("the machine does not take a guest with these RAM blocks"),
-            }
-        })?;
-        Ok((Self { place: Some(place), record: None }, found))
-    }
-
-    /// Writes down what is known by now.
-    fn write(&mut self, change: impl FnOnce(&mut Record)) -> Result<(), EngineError> {
-        if let (Some(place), Some(record)) = (&mut self.place, &mut self.record) {
-            change(record);
-            place.write(record)?;
-        }
-        Ok(())
-    }
 }
 
 struct Destination<'a> {
@@ -447,6 +249,7 @@ struct Destination<'a> {
     /// The source that has come back and was not answered yet.
     back: Option<Return>,
     kept: Kept,
+    dumps: Option<Dumps>,
     /// The first failure, and when it was.
     cause: Option<(Phase, EngineError)>,
     measures: Received,
@@ -509,6 +312,7 @@ impl<'a> Destination<'a> {
             pages_complete: false,
             back: None,
             kept: Kept::default(),
+            dumps: options.dump.as_deref().map(Dumps::new),
             cause: None,
             measures: Received::default(),
         }
@@ -725,7 +529,10 @@ impl Destination<'_> {
             (A::SendPrints, S::Receiving(lanes)) => self.send_prints(lanes)?,
             (A::WriteState, _) => {
                 let piece = std::mem::take(&mut self.state_piece);
-                self.loading.write(&piece, self.vm)?;
+                match &mut self.dumps {
+                    Some(dumps) => dumps.hold(&piece)?,
+                    None => self.loading.write(&piece, self.vm)?,
+                }
             }
             (A::FinishLoad, S::Receiving(lanes)) => return self.finish_load(lanes).map(Some),
             (A::SendReady, S::Receiving(lanes)) => {
@@ -783,25 +590,6 @@ impl Destination<'_> {
             *stage = Stage::Receiving(Box::new(lanes));
         }
         Ok(())
-    }
-
-    /// Writes down what another godwit would need to go on.
-    fn keep_record(&mut self, stage: &Stage) -> Result<(), EngineError> {
-        if let Some(record) = stage.lanes().and_then(|lanes| self.known_by(lanes)) {
-            self.kept.record = Some(record);
-            self.kept.write(|_| {})?;
-        }
-        Ok(())
-    }
-
-    /// What another godwit would know the migration by, if one may go on.
-    fn known_by(&self, lanes: &Lanes) -> Option<Record> {
-        let record = self.session.known_by()?;
-        let blocks = lanes.order().iter().map(|own| &self.ram[*own]);
-        let blocks = blocks.map(|block| (block.name().to_owned(), block.pages().0)).collect();
-        let disks = lanes.disks().iter().map(|disk| (disk.name.clone(), disk.size.0)).collect();
-        let (running, verified) = (self.runs, self.measures.verified);
-        Some(Record { running, verified, blocks, disks, ..record })
     }
 
     /// The connections are lost. A source that may come back is told so.
@@ -885,11 +673,25 @@ impl Destination<'_> {
             let what = "it sent all device state before the last round of its disks".to_owned();
             return Err(EngineError::Protocol { peer: PEER, what });
         }
+        self.dump(DumpStage::Arrived)?;
         let began = Instant::now();
+        if let Some(dumps) = &mut self.dumps {
+            self.loading.write(&dumps.let_go(), self.vm)?;
+        }
         self.loading.end();
         self.vm.finish_load().map_err(EngineError::Vm)?;
         self.measures.load = began.elapsed();
+        self.dump(DumpStage::Loaded)?;
         Ok(Input::Loaded)
+    }
+
+    /// Dumps the guest's memory, where that is wanted.
+    fn dump(&mut self, stage: DumpStage) -> Result<(), EngineError> {
+        if let Some(dumps) = &mut self.dumps {
+            let dumped = dumps.make(stage, &self.ram, self.session.interrupt())?;
+            (self.notice)(&Notice::Dumped(dumped));
+        }
+        Ok(())
     }
 
     /// Whether the guest is lost: it ran here without all of its memory, and its machine has ended.

@@ -153,6 +153,9 @@ fn cannot_await(vm: &mut dyn DestinationVm, options: &Options) -> Option<String>
                      --reconnect 0s here, too";
         return Some(words.to_owned());
     }
+    if options.dump.is_some() {
+        return Some("its memory is dumped before it runs; leave out --dump here".to_owned());
+    }
     match vm.post_copy() {
         Some(vm) => vm.cannot_await(),
         None => Some("this kind of machine has no post-copy".to_owned()),

@@ -81,6 +81,10 @@ impl Backing for FileBacking {
             return write_zeros(self, at, end);
         }
         // Holes among what follows stay holes; to look for them would cost more.
+        self.give_back(at, end)
+    }
+
+    fn give_back(&self, at: u64, end: u64) -> io::Result<()> {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         Ok(rustix::fs::fallocate(&self.file, flags, self.offset + at, end - at)?)
     }

@@ -70,6 +70,15 @@ pub trait Backing: fmt::Debug + Send + Sync {
     /// What the kernel says.
     fn zero(&self, at: u64, end: u64) -> io::Result<()>;
 
+    /// Gives the memory of the bytes from `at` to `end` back, also where it is else kept allocated.
+    ///
+    /// # Errors
+    /// What the kernel says; that it cannot be done where the kind has no holes.
+    fn give_back(&self, at: u64, end: u64) -> io::Result<()> {
+        let _ = (at, end);
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
     /// The first byte from `at` on that may be other than zero, as far as `end`; `None` where there
     /// is none. What holds data must never be passed over.
     ///

@@ -24,7 +24,7 @@ use crate::machine::Machine;
 use crate::mark::Mark;
 use crate::monitor::{BriefMonitor, DomainName, LibvirtMonitor, Monitor, Qmp, QmpError};
 use crate::process::Process;
-use crate::source::announce;
+use crate::source::{ANNOUNCED, announce};
 use crate::way_back;
 
 /// How long the guest is tried to be brought back: nobody else does. A disk that hangs may come
@@ -253,7 +253,7 @@ fn undo_all(
         Stage::Starting => {
             way_back::run(&mut machine, Limits::default().resume)?;
             // The guest runs; that the network learns of it a little later is no reason to stop.
-            let _ = announce(&mut *machine.qmp);
+            let _ = announce(&mut *machine.qmp, ANNOUNCED);
             false
         }
     };

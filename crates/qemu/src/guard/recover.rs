@@ -13,7 +13,7 @@ use super::{Stage, connect, connect_briefly, connect_domain};
 use crate::limits::Limits;
 use crate::machine::Machine;
 use crate::proxmox::ProxmoxVm;
-use crate::source::announce;
+use crate::source::{ANNOUNCED, announce};
 use crate::{QemuError, destination, left, libvirt, way_back};
 
 /// Who has the guest, as far as this side can know.
@@ -261,7 +261,7 @@ impl Recovery {
                 };
                 way_back::run_again(&mut self.machine, was_running, Limits::default(), |_| {})?;
                 // Whoever was told that it is elsewhere should know better.
-                let _ = announce(&mut *self.machine.qmp);
+                let _ = announce(&mut *self.machine.qmp, ANNOUNCED);
             }
         }
         left::forget(self.machine.pid);

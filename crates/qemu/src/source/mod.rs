@@ -535,7 +535,7 @@ impl QemuSource {
             // The guest was to run elsewhere, and whoever has prepared for that (a switch, a
             // program that binds its ports) should know better. The guest runs, whatever becomes of
             // this.
-            let _ = announce(&mut *self.machine.qmp);
+            let _ = announce(&mut *self.machine.qmp, ANNOUNCED);
         }
         // The guest first: an error here must not hide one there.
         let limits = self.lift_disk_limits();
@@ -779,10 +779,16 @@ pub(crate) fn migration_event(event: &Event) -> String {
     status.unwrap_or_default().to_owned()
 }
 
-/// Tells the network where the guest is, with QEMU's own defaults after a migration
+/// How often the network is told, if nothing else is said: QEMU's own default.
+pub(crate) const ANNOUNCED: u16 = 5;
+
+/// Tells the network where the guest is, so often, with QEMU's own pauses behind a migration
 /// (qapi/migration.json, announce-*).
-pub(crate) fn announce(qmp: &mut dyn Monitor) -> Result<(), QmpError> {
-    qmp.run(&AnnounceSelf { initial: 50, max: 550, rounds: 5, step: 100 }).map(drop)
+pub(crate) fn announce(qmp: &mut dyn Monitor, rounds: u16) -> Result<(), QmpError> {
+    if rounds == 0 {
+        return Ok(());
+    }
+    qmp.run(&AnnounceSelf { initial: 50, max: 550, rounds: rounds.into(), step: 100 }).map(drop)
 }
 
 /// QEMU's words about its failed migration, if it says any; `otherwise` if not.
@@ -886,7 +892,7 @@ impl SourceVm for QemuSource {
             .map_err(|source| QemuError::System { step: "socketpair", source })?;
         let handle =
             ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
-        let settings = MigrationSettings::look(&mut *self.machine.qmp)?;
+        let settings = MigrationSettings::look(&mut *self.machine.qmp, None)?;
         self.note(|left| left.settings = Some(settings.clone()))?;
         let settings = self.settings.insert(settings);
         settings.apply(&mut *self.machine.qmp).map_err(QemuError::from)?;

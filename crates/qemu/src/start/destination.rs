@@ -61,6 +61,9 @@ pub struct StartTerms {
     pub godwit: PathBuf,
     /// Disks that the source may overwrite.
     pub disks: DiskChoice,
+    /// How often the network is told of the guest; `None`: as
+    /// [`QemuDestination::announcing`] says.
+    pub announce: Option<u16>,
     /// The guest's memory, where the new QEMU is to have the source's, on the same host: then its
     /// paths are the source's, unless `mappings` say otherwise.
     pub in_place: Option<Arc<InPlace>>,
@@ -167,7 +170,7 @@ impl StartedDestination {
             Some(memory) => QemuDestination::open_in_place(monitor, Arc::clone(memory))?,
             None => QemuDestination::open(monitor)?,
         };
-        let mut vm = vm.owned();
+        let mut vm = vm.owned().announcing(self.terms.announce);
         vm.check_disks(&self.terms.disks)?;
         vm.guarded(&self.terms.godwit)
     }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use clap::Parser;
 use godwit_bench::arguments::at_least_once;
-use godwit_bench::report::{Better, Report, median_of};
+use godwit_bench::report::{Better, Report, least, median_of};
 use godwit_bench::table::{Column, Table, figure};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
@@ -196,10 +196,10 @@ fn targets(case: &'static str, rows: &[Row], report: &mut Report) {
     let figures: [Figure; 2] =
         [("total time", |row| row.total_ms), ("downtime", |row| row.downtime_ms)];
     for (what, figure) in figures {
-        let best = [Contestant::Libvirt, Contestant::LibvirtParallel]
-            .map(|rival| median(rows, rival, figure))
-            .into_iter()
-            .fold(f64::NAN, f64::min);
+        let best = least(
+            &[Contestant::Libvirt, Contestant::LibvirtParallel]
+                .map(|rival| median(rows, rival, figure)),
+        );
         let ratio = median(rows, Contestant::Godwit, figure) / best;
         let name = format!("{case}: godwit / libvirt's best: {what}");
         report.target(name, ratio, 1.0, Better::Lower);

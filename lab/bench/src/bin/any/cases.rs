@@ -6,7 +6,7 @@ use godwit_stamp::settings::Mode;
 use godwit_testbed::{Accelerator, Backend, Godwit, GuestConfig, QemuBuild, VmConfig};
 use godwit_units::ByteCount;
 
-use crate::moves::{Contestant, Row, TABLE, median_of, medians, one_move};
+use crate::moves::{Contestant, Row, TABLE, median_of, medians, one_move, ratios};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -142,10 +142,14 @@ fn targets(case: &Case, under: Under, rows: &[Row], report: &mut Report) {
     ];
     let Under { name: under, .. } = under;
     for (what, figure, whose, rivals) in FIGURES {
-        let best = rivals.iter().map(|&who| median_of(rows, who, figure)).fold(f64::NAN, f64::min);
+        let medians = rivals.iter().map(|&who| (who, median_of(rows, who, figure)));
+        // A rival without a figure leaves the target without one, and so missed.
+        let best = medians.reduce(|a, b| if a.1 <= b.1 || a.1.is_nan() { a } else { b });
+        let Some((rival, best)) = best else { continue };
         let ratio = median_of(rows, Contestant::Godwit, figure) / best;
+        let each = ratios(rows, rival, figure);
         let name = format!("{} {under}: godwit / {whose}: {what}", case.name);
-        report.target(name, ratio, 1.0, Better::Lower);
+        report.target_of_rounds(name, (ratio, &each), 1.0, Better::Lower);
     }
     if case.rate.is_none() {
         let downtime = median_of(rows, Contestant::Godwit, |row| row.figures.downtime_ms);

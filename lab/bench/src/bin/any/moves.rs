@@ -92,9 +92,10 @@ pub(crate) fn one_move(
         outcome.with_context(|| format!("{} did not move the guest", contestant.name()))?;
     ensure!(outcome.seen.switchover.is_some(), "the guest was not seen to move");
     let figures = Figures::of(contestant.name(), &outcome);
+    let before = outcome.rate_before(BEFORE);
     let trace = outcome.trace.unwrap_or_default();
     let (from, to) = (outcome.began, outcome.began + outcome.moved.wall + AFTER);
-    let loss = trace.loss(from, to, trace.rate(from.saturating_sub(BEFORE), from));
+    let loss = trace.loss(from, to, before);
     let stop = figures.own_words["migrate"]["tracking_stop_us"].as_f64();
     Ok(Row {
         case,
@@ -111,6 +112,12 @@ fn of(rows: &[Row], contestant: Contestant) -> impl Iterator<Item = &Row> {
 
 pub(crate) fn median_of(rows: &[Row], contestant: Contestant, figure: impl Fn(&Row) -> f64) -> f64 {
     report::median_of(of(rows, contestant), figure)
+}
+
+/// Godwit's figure beside the rival's, round by round: in each, everybody moves once.
+pub(crate) fn ratios(rows: &[Row], rival: Contestant, figure: impl Fn(&Row) -> f64) -> Vec<f64> {
+    let pairs = of(rows, Contestant::Godwit).zip(of(rows, rival));
+    pairs.map(|(own, other)| figure(own) / figure(other)).collect()
 }
 
 pub(crate) fn medians(rows: &[Row], contestant: Contestant) -> Row {

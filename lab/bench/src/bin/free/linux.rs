@@ -51,10 +51,23 @@ enum Contestant {
     Without,
     Plain,
     Hints,
+    Reporting,
+    MultifdReporting,
 }
 
-const ALL: [Contestant; 4] =
-    [Contestant::Skipping, Contestant::Without, Contestant::Plain, Contestant::Hints];
+const ALL: [Contestant; 6] = [
+    Contestant::Skipping,
+    Contestant::Without,
+    Contestant::Plain,
+    Contestant::Hints,
+    Contestant::Reporting,
+    Contestant::MultifdReporting,
+];
+/// QEMU's ways that know what is free, as godwit does with a balloon.
+const INFORMED: [Contestant; 3] =
+    [Contestant::Hints, Contestant::Reporting, Contestant::MultifdReporting];
+/// A balloon that reports free pages, the same for whoever moves the guest.
+const REPORTING: [&str; 2] = ["-device", "virtio-balloon-pci,free-page-reporting=on"];
 
 impl Contestant {
     fn name(self) -> &'static str {
@@ -63,6 +76,8 @@ impl Contestant {
             Self::Without => "godwit, no balloon",
             Self::Plain => "QEMU plain",
             Self::Hints => "QEMU free-page-hint",
+            Self::Reporting => "QEMU, reporting",
+            Self::MultifdReporting => "QEMU mfd 2, reporting",
         }
     }
 
@@ -76,11 +91,12 @@ impl Contestant {
         };
         let config = VmConfig::new(build, guest);
         match self {
-            Self::Skipping => {
-                config.with_extra(&["-device", "virtio-balloon-pci,free-page-reporting=on"])
-            }
+            Self::Skipping => config.with_extra(&REPORTING),
             Self::Without => config,
             Self::Plain => config.with_backend(Backend::Anonymous),
+            Self::Reporting | Self::MultifdReporting => {
+                config.with_backend(Backend::Anonymous).with_extra(&REPORTING)
+            }
             Self::Hints => config.with_backend(Backend::Anonymous).with_extra(&[
                 "-object",
                 "iothread,id=hints",
@@ -142,7 +158,7 @@ pub(crate) fn compare(case: &Case, rounds: usize, report: &mut Report) -> anyhow
     let total = |contestant| of(contestant, |row| row.total_ms);
     println!("medians of the total time:");
     for contestant in ALL {
-        println!("{:<20} {:>9.0} ms", contestant.name(), total(contestant));
+        println!("{:<21} {:>9.0} ms", contestant.name(), total(contestant));
     }
     report.target(
         format!("{}: total time saved against QEMU plain, %", case.name),
@@ -150,6 +166,17 @@ pub(crate) fn compare(case: &Case, rounds: usize, report: &mut Report) -> anyhow
         case.saved * 100.0,
         Better::Higher,
     );
+    let ratios = |other: Contestant| {
+        let rows = |who: Contestant| rows.iter().filter(move |row| row.contestant == who.name());
+        let pairs = rows(Contestant::Skipping).zip(rows(other));
+        pairs.map(|(own, other)| own.total_ms / other.total_ms).collect::<Vec<_>>()
+    };
+    let best = INFORMED.into_iter().min_by(|a, b| total(*a).total_cmp(&total(*b)));
+    if let Some(best) = best {
+        let name = format!("{}: total time / {}", case.name, best.name());
+        let value = total(Contestant::Skipping) / total(best);
+        report.target_of_rounds(name, (value, &ratios(best)), 1.0, Better::Lower);
+    }
     if case.build.jobs > 0 {
         let work = |contestant| of(contestant, |row| row.work);
         let slower = (1.0 - work(Contestant::Skipping) / work(Contestant::Without)) * 100.0;
@@ -191,8 +218,12 @@ fn one_move(
                 godwit_memory = peak(migrate.last()).max(peak(receive.last()));
                 Ok(Moved::by_godwit(&attempt, migrate.last().clone()))
             }
-            Contestant::Plain | Contestant::Hints => {
-                let own = own_migration(source, destination, Style::Plain, LIMIT)?;
+            own => {
+                let style = match own {
+                    Contestant::MultifdReporting => Style::Multifd(2),
+                    _ => Style::Plain,
+                };
+                let own = own_migration(source, destination, style, LIMIT)?;
                 Ok(Moved { own_words: Value::Null, ..Moved::by_qemu(&own) })
             }
         }
@@ -243,7 +274,7 @@ fn status(vm: &TestVm, field: &str) -> anyhow::Result<f64> {
 }
 
 const TABLE: Table<Row> = Table(&[
-    Column { head: "", width: 20, cell: |row| row.contestant.to_owned() },
+    Column { head: "", width: 21, cell: |row| row.contestant.to_owned() },
     Column { head: "total ms", width: 9, cell: |row| figure(row.total_ms, 0) },
     Column { head: "sent MiB", width: 9, cell: |row| figure(row.sent_mib, 1) },
     Column { head: "held MiB s+d", width: 15, cell: held_by_both },

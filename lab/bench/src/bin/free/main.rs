@@ -1,9 +1,10 @@
 //! The benchmark of free memory: what it costs to move a guest that does not use all of its memory.
 //!
 //! Side by side: godwit with a balloon that reports free pages, godwit without one, QEMU's own
-//! plain migration, and that with QEMU's own free-page hints. QEMU by itself gets anonymous memory,
-//! which is the best for it: reading a hole of a file would fill it. And a microvm, whose guest
-//! hints. Absolute times belong to the machine; the targets are ratios.
+//! plain migration, that with QEMU's own free-page hints, and that and multifd with the balloon
+//! that godwit has. QEMU by itself gets anonymous memory, which is the best for it: reading a hole
+//! of a file would fill it. And a microvm, whose guest hints. Absolute times belong to the machine;
+//! the targets are ratios.
 
 mod linux;
 mod micro;

@@ -5,7 +5,7 @@
 
 use anyhow::Context;
 use godwit_bench::moves::{LIMIT, by_godwit, by_qemu, fixture, one_move};
-use godwit_bench::report::{Better, Report};
+use godwit_bench::report::{Better, Report, most_of};
 use godwit_bench::row::{Row, TABLE, median_of, medians, of};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{Godwit, GuestConfig, QemuBuild, Style, TestVm, VmConfig};
@@ -40,6 +40,13 @@ const THROTTLES: [(&str, &str, &str); 8] = [
 ];
 const ADAPTIVE: &str = "godwit adaptive";
 
+/// Who moves the guest, and how.
+#[derive(Clone, Copy)]
+enum Mover {
+    Qemu(Style),
+    Godwit([&'static str; 2]),
+}
+
 /// Runs the comparison and enters figures and targets into `report`.
 pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<()> {
     let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
@@ -58,32 +65,39 @@ pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<
     TABLE.print_head();
     let (mut rows, mut names) = (Vec::new(), Vec::new());
     let wanted = |name: &str| name.contains(&options.only);
-    for (name, style) in QEMU.into_iter().filter(|(name, _)| wanted(name)) {
-        names.push(name);
-        let patience = if ENDS.contains(&style) { LIMIT } else { options.patience };
-        for _ in 0..options.qemu_rounds {
-            let by = |source: &mut TestVm, destination: &mut TestVm| {
-                by_qemu(source, destination, style, patience)
+    let mut plan: Vec<(&str, Mover)> =
+        QEMU.into_iter()
+            .map(|(name, style)| (name, Mover::Qemu(style)))
+            .chain(THROTTLES.into_iter().map(|(name, throttle, compression)| {
+                (name, Mover::Godwit([throttle, compression]))
+            }))
+            .filter(|(name, _)| wanted(name))
+            .collect();
+    names.extend(plan.iter().map(|(name, _)| *name));
+    for round in 0..options.rounds.max(options.qemu_rounds) {
+        for &(name, mover) in &plan {
+            let rounds = match mover {
+                Mover::Qemu(_) => options.qemu_rounds,
+                Mover::Godwit(_) => options.rounds,
+            };
+            if round >= rounds {
+                continue;
+            }
+            let by = |source: &mut TestVm, destination: &mut TestVm| match mover {
+                Mover::Qemu(style) => {
+                    let patience = if ENDS.contains(&style) { LIMIT } else { options.patience };
+                    by_qemu(source, destination, style, patience)
+                }
+                Mover::Godwit(way) => by_godwit(&godwit, source, destination, way),
             };
             rows.push(
                 one_move(&mut fixture, name, by)
                     .with_context(|| format!("{name} did not move the guest"))?,
             );
         }
-    }
-    for round in 0..options.rounds {
-        for (name, throttle, compression) in THROTTLES.into_iter().filter(|(name, ..)| wanted(name))
-        {
-            if round == 0 {
-                names.push(name);
-            }
-            let by = |source: &mut TestVm, destination: &mut TestVm| {
-                by_godwit(&godwit, source, destination, [throttle, compression])
-            };
-            rows.push(
-                one_move(&mut fixture, name, by)
-                    .with_context(|| format!("{name} did not move the guest"))?,
-            );
+        // Each round another one begins.
+        if !plan.is_empty() {
+            plan.rotate_left(1);
         }
     }
     println!("medians:");
@@ -103,8 +117,8 @@ fn targets(rows: &[Row], report: &mut Report) {
         |rival: &str, figure: fn(&Row) -> f64| adaptive(figure) / median_of(rows, rival, figure);
     let mut below =
         |name: &str, value: f64, limit: f64| report.target(name, value, limit, Better::Lower);
-    let total = |row: &Row| row.total_s;
-    let worst = |figure: fn(&Row) -> f64| of(rows, ADAPTIVE).map(figure).fold(f64::NAN, f64::max);
+    let total = Row::until_done;
+    let worst = |figure: fn(&Row) -> f64| most_of(of(rows, ADAPTIVE), figure);
     let unfinished = of(rows, ADAPTIVE).filter(|row| !row.finished).count();
     below("adaptive: moves that did not finish", unfinished as f64, 0.0);
     below("adaptive / QEMU auto-converge: total time", against("QEMU auto-converge", total), 0.25);

@@ -25,7 +25,7 @@ pub(crate) struct Options {
     rounds: usize,
 
     /// Moves by QEMU in each of its ways; 0 leaves them out
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 3)]
     qemu_rounds: usize,
 
     /// Moves of the hot/cold guest, each way; 0 leaves them out

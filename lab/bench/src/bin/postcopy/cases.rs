@@ -1,7 +1,7 @@
 //! The two cases, KVM and TCG: pairs of moves, and what is to be reached in each.
 
 use anyhow::ensure;
-use godwit_bench::report::{Better, Report, median};
+use godwit_bench::report::{Better, Report, least, median, most};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{Accelerator, Backend, Godwit, GuestConfig, QemuBuild, VmConfig};
 use godwit_units::ByteCount;
@@ -168,19 +168,6 @@ fn targets(under: &str, godwit: &Side, qemu: &Side, report: &mut Report) {
 /// A target, with the least and the most of single moves or pairs: a verdict that is within them
 /// may be chance.
 fn enter(report: &mut Report, name: &str, value: f64, limit: f64, each: &[f64]) {
-    let (least, most) = (least(each), most(each));
-    println!("{name}: {value:.2}, of single ones {least:.2} to {most:.2}");
-    report.figure(&format!("{name}: least and most"), json!([least, most]));
-    report.target(name, value, limit, Better::Lower);
-}
-
-/// The least of them; not a number if one is none.
-fn least(values: &[f64]) -> f64 {
-    let lesser = |a: f64, b: f64| if a.is_nan() || b.is_nan() { f64::NAN } else { a.min(b) };
-    values.iter().copied().reduce(lesser).unwrap_or(f64::NAN)
-}
-
-/// The most of them; not a number if one is none.
-fn most(values: &[f64]) -> f64 {
-    -least(&values.iter().map(|value| -value).collect::<Vec<_>>())
+    report.figure(&format!("{name}: least and most"), json!([least(each), most(each)]));
+    report.target_of_rounds(name, (value, each), limit, Better::Lower);
 }

@@ -171,9 +171,10 @@ pub(crate) fn one_move(
     };
 
     let figures = Figures::of(contestant.name(), &outcome);
+    let speed = outcome.rate_before(BEFORE);
     let trace = outcome.trace.context("nobody has looked on")?;
     let (from, to) = (outcome.began, outcome.began + outcome.moved.wall + AFTER);
-    let loss = trace.loss(from, to, trace.rate(from.saturating_sub(BEFORE), from));
+    let loss = trace.loss(from, to, speed);
     let waited: Duration = waits.iter().map(|wait| wait.length).sum();
     let measured = Measured {
         total_ms: figures.total_ms,

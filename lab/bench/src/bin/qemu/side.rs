@@ -17,7 +17,7 @@ use anyhow::{Context, ensure};
 use godwit_bench::figures::Figures;
 use godwit_bench::fixture::{Fixture, Moved};
 use godwit_bench::godwit::Attempt;
-use godwit_bench::report::{self, Better, Report};
+use godwit_bench::report::{self, Better, Report, most_of};
 use godwit_bench::table::{Column, Table, figure};
 use godwit_testbed::{
     Backend, Godwit, GuestConfig, QemuBuild, Style, TestVm, VmConfig, own_migration,
@@ -111,17 +111,17 @@ fn targets(rows: &[Figures], report: &mut Report) {
     ];
     for rival in [Contestant::Plain, Contestant::Multifd] {
         for (what, figure) in figures {
-            let ratio =
-                median_of(rows, Contestant::Godwit, figure) / median_of(rows, rival, figure);
-            report.target(format!("godwit / {}: {what}", rival.name()), ratio, 1.0, Better::Lower);
+            let compared = against(rows, rival, figure);
+            let name = format!("godwit / {}: {what}", rival.name());
+            report.target_of_rounds(name, (compared.0, &compared.1), 1.0, Better::Lower);
         }
     }
-    let cpu = |who| median_of(rows, who, |row: &Figures| row.cpu_s);
-    let ratio = cpu(Contestant::Godwit) / cpu(Contestant::Multifd);
-    report.target("godwit / multifd: processor time, at most half", ratio, 0.5, Better::Lower);
+    let compared = against(rows, Contestant::Multifd, |row| row.cpu_s);
+    let name = "godwit / multifd: processor time, at most half";
+    report.target_of_rounds(name, (compared.0, &compared.1), 0.5, Better::Lower);
     let worst = |key: &str, side: &str| {
         let own = rows.iter().filter(|row| row.contestant == Contestant::Godwit.name());
-        own.map(|row| row.own_words[side][key].as_f64().unwrap_or(f64::NAN)).fold(0.0, worse)
+        most_of(own, |row| row.own_words[side][key].as_f64().unwrap_or(f64::NAN))
     };
     let stop = worst("tracking_stop_us", "migrate") / 1e3;
     report.target("godwit's tracking stop, worst, ms", stop, 2.0, Better::Lower);
@@ -132,11 +132,6 @@ fn targets(rows: &[Figures], report: &mut Report) {
         let name = format!("godwit {side}: peak resident memory, worst, MiB");
         report.target(name, peak / MIB, limit / MIB, Better::Lower);
     }
-}
-
-/// The greater of two; a figure that is missing stays missing.
-fn worse(a: f64, b: f64) -> f64 {
-    if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }
 }
 
 const MIB: f64 = 1_048_576.0;
@@ -186,6 +181,13 @@ fn of(rows: &[Figures], contestant: Contestant) -> impl Iterator<Item = &Figures
 
 fn median_of(rows: &[Figures], contestant: Contestant, figure: impl Fn(&Figures) -> f64) -> f64 {
     report::median_of(of(rows, contestant), figure)
+}
+
+/// Godwit's median beside the rival's, and the ratio of each round: in each, everybody moves once.
+fn against(rows: &[Figures], rival: Contestant, figure: fn(&Figures) -> f64) -> (f64, Vec<f64>) {
+    let each = of(rows, Contestant::Godwit).zip(of(rows, rival));
+    let each = each.map(|(own, other)| figure(own) / figure(other)).collect();
+    (median_of(rows, Contestant::Godwit, figure) / median_of(rows, rival, figure), each)
 }
 
 fn medians(rows: &[Figures], contestant: Contestant) -> Figures {

@@ -7,7 +7,6 @@
 //! round, so that a busy neighbour slows all of them; a time is the median over rounds, a ratio the
 //! median of the ratios within each round.
 
-mod chart;
 mod merge;
 mod pattern;
 mod rounds;

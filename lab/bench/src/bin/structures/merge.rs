@@ -1,11 +1,11 @@
 //! Merging a dirty log into a RAM block's bitmap: at every bit offset, against page by page.
 
+use godwit_bench::chart::Chart;
 use godwit_bench::report::{Better, Report, median};
 use godwit_bitmap::CodePath;
 use godwit_units::{PageCount, PageIndex, PageRun};
 use serde_json::json;
 
-use crate::chart::Chart;
 use crate::pattern::Pattern;
 use crate::rounds::{Rounds, table_with_ratios, timed};
 

@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use godwit_bench::report::median;
-use godwit_bench::table::markdown;
+use godwit_bench::table::{markdown, short};
 
 /// Contenders and their times, one for each round.
 pub(crate) struct Rounds<'a> {
@@ -103,16 +103,5 @@ impl<'a> Rounds<'a> {
             .map(|(time, other)| time / other)
             .collect();
         median(&ratios)
-    }
-}
-
-/// A number with about three digits.
-pub(crate) fn short(value: f64) -> String {
-    match value {
-        v if !v.is_finite() => "–".to_owned(),
-        v if v >= 99.5 => format!("{v:.0}"),
-        v if v >= 9.95 => format!("{v:.1}"),
-        v if v >= 0.0995 => format!("{v:.2}"),
-        v => format!("{v:.4}"),
     }
 }

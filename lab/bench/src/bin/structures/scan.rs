@@ -5,15 +5,15 @@ use std::convert::Infallible;
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use godwit_bench::chart::Chart;
 use godwit_bench::report::{Better, Report};
-use godwit_bench::table::markdown;
+use godwit_bench::table::{markdown, short};
 use godwit_bitmap::{AtomicDirtyBitmap, CodePath};
 use godwit_units::{PageCount, PageRun};
 use serde_json::json;
 
-use crate::chart::Chart;
 use crate::pattern::Pattern;
-use crate::rounds::{Rounds, short, timed};
+use crate::rounds::{Rounds, timed};
 
 /// 384 MiB of bits.
 const PAGES: PageCount = PageCount(384 << 23);

@@ -5,8 +5,9 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 use anyhow::{Context, anyhow};
+use godwit_bench::chart::Chart;
 use godwit_bench::report::{Better, Report};
-use godwit_bench::table::markdown;
+use godwit_bench::table::{markdown, short};
 use godwit_memslots::{MemSlots, Slot, SlotFlags, SlotId};
 use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex};
 use serde_json::json;
@@ -15,9 +16,8 @@ use vm_memory::{
     MemoryRegionAddress, MmapRegion,
 };
 
-use crate::chart::Chart;
 use crate::pattern::rng;
-use crate::rounds::{Rounds, short, timed};
+use crate::rounds::{Rounds, timed};
 
 const ROUNDS: usize = 25;
 /// Pages in each slot.

@@ -2,12 +2,12 @@
 
 use std::hint::black_box;
 
+use godwit_bench::chart::Chart;
 use godwit_bench::report::{Better, Report};
 use godwit_bitmap::LayeredBitmap;
 use godwit_units::{PageCount, PageIndex, PageRun};
 use serde_json::json;
 
-use crate::chart::Chart;
 use crate::pattern::Pattern;
 use crate::rounds::{Rounds, table_with_ratios, timed};
 

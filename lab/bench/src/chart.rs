@@ -7,14 +7,18 @@ use std::path::Path;
 
 use anyhow::Context;
 
+use crate::table::short;
+
 /// A chart of several bars (series) in each of several groups.
-pub(crate) struct Chart {
-    pub(crate) title: String,
+pub struct Chart {
+    /// What stands over it.
+    pub title: String,
     /// What the bars measure, with the unit.
-    pub(crate) axis: String,
-    pub(crate) series: Vec<String>,
+    pub axis: String,
+    /// The names of the series.
+    pub series: Vec<String>,
     /// A label, and the value of each series; one that is not a number draws no bar.
-    pub(crate) groups: Vec<(String, Vec<f64>)>,
+    pub groups: Vec<(String, Vec<f64>)>,
 }
 
 const COLOURS: [&str; 8] =
@@ -25,7 +29,10 @@ const BAR: f64 = 12.0;
 
 impl Chart {
     /// Writes `docs/charts/NAME.svg`.
-    pub(crate) fn write(&self, name: &str) -> anyhow::Result<()> {
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn write(&self, name: &str) -> anyhow::Result<()> {
         let dir = Path::new("docs/charts");
         std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let path = dir.join(format!("{name}.svg"));
@@ -100,7 +107,7 @@ impl Chart {
                     COLOURS[j % COLOURS.len()],
                     x(*value) + 4.0,
                     y + BAR * j as f64 + 8.5,
-                    crate::rounds::short(*value)
+                    short(*value)
                 );
             }
         }
