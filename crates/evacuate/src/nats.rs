@@ -14,15 +14,16 @@
 use std::fmt::Display;
 use std::future::Future;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::{Arc, Mutex as BlockingMutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use async_nats::ConnectOptions;
 use async_nats::jetstream::context::{ContextBuilder, GetStreamErrorKind, PublishErrorKind};
 use async_nats::jetstream::kv;
 use async_nats::jetstream::message::PublishMessage;
 use async_nats::jetstream::stream::{self, LastRawMessageErrorKind};
 use async_nats::jetstream::{Context, ErrorCode};
+use async_nats::{ConnectOptions, ServerAddr};
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 use tokio::sync::Mutex;
@@ -222,6 +223,10 @@ impl Shared {
                 action: "read",
                 why: error.to_string(),
             })?;
+        }
+        // The client does not take them from the address by itself.
+        if let Some((name, password)) = name_and_password(&options.servers) {
+            connect = connect.user_and_password(name, password);
         }
         if let Some((authority, certificate, key)) = &options.keys {
             connect = connect
@@ -536,6 +541,14 @@ fn without_secrets(servers: &str) -> String {
     servers.split(',').map(|server| plain(server.trim())).collect::<Vec<_>>().join(",")
 }
 
+/// The name and password that are in `servers`: of one of them, which all have.
+fn name_and_password(servers: &str) -> Option<(String, String)> {
+    let mut addresses =
+        servers.split(',').filter_map(|server| ServerAddr::from_str(server.trim()).ok());
+    addresses
+        .find_map(|address| Some((address.username()?.to_owned(), address.password()?.to_owned())))
+}
+
 /// An error and what caused it.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
@@ -564,8 +577,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_password_is_not_printed() {
+    fn a_password_is_used_and_not_printed() {
         let servers = "nats://a:secret@h1:4222, tls://h2,b:secret@h3";
+        let found = name_and_password(servers);
+        assert_eq!(found, Some(("a".to_owned(), "secret".to_owned())));
+        assert_eq!(name_and_password("nats://h1,h2"), None);
         assert_eq!(without_secrets(servers), "nats://h1:4222,tls://h2,h3");
     }
 

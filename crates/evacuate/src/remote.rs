@@ -235,6 +235,9 @@ impl Hands for RemoteHands {
     }
 }
 
+/// Opens an evacuation of this name, with a lock where one is kept.
+type Open<'a> = dyn FnMut(&str, Option<&Path>) -> Result<(Home, Moves), String> + 'a;
+
 /// Does what a coordinator elsewhere asks on `input`, until that ends. `open` says where the files
 /// of an evacuation are, and makes the hands.
 ///
@@ -243,7 +246,7 @@ impl Hands for RemoteHands {
 pub fn serve_hands(
     input: impl BufRead,
     mut output: impl Write,
-    open: &mut dyn FnMut(&str, Option<&Path>) -> Result<(Home, Moves), String>,
+    open: &mut Open<'_>,
 ) -> std::io::Result<()> {
     let mut moves: Option<Moves> = None;
     let mut plan: Option<Plan> = None;

@@ -207,8 +207,8 @@ fn evacuate(seed: u64) -> (u32, u64) {
             if waiting.recv().is_err() {
                 let (_, _, thread) = coordinators.remove(at);
                 if let Some(cause) = thread.join().unwrap() {
-                    eprintln!("seed {seed}");
-                    resume_unwind(cause);
+                    let words = cause.downcast_ref::<String>().map_or("", String::as_str);
+                    panic!("seed {seed}: {words}");
                 }
                 continue;
             }

@@ -250,7 +250,7 @@ fn what_is_cancelled_stays_and_can_be_taken_up_again() {
     let mut hands = Own(Rc::clone(&world), Life(Rc::new(Cell::new(u32::MAX))));
     let (mut runner, _) = Runner::resume(store.clone(), "memory", &mut hands).unwrap();
     runner.turn().unwrap();
-    runner.cancel();
+    runner.cancel().unwrap();
     while !runner.is_over() {
         runner.turn().unwrap();
         world.borrow_mut().pass_time();
