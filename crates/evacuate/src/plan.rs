@@ -156,7 +156,8 @@ impl Step {
     /// let first = Step::Moving(Attempt { vm: 0, to: 1, number: 1 });
     /// let moved = Step::Moved { to: 1, number: 1 };
     /// assert!(Step::may_follow(None, &first) && Step::may_follow(Some(&first), &moved));
-    /// assert!(!Step::may_follow(Some(&moved), &Step::Moving(Attempt { vm: 0, to: 0, number: 2 })));
+    /// let again = Step::Moving(Attempt { vm: 0, to: 0, number: 2 });
+    /// assert!(!Step::may_follow(Some(&moved), &again));
     /// ```
     #[must_use]
     pub fn may_follow(before: Option<&Self>, next: &Self) -> bool {

@@ -106,8 +106,8 @@ pub enum TrackError {
     NotHandedOver(String),
     /// Pages that are still to come, of memory of a kind that has no place for them.
     #[error(
-        "pages of RAM block '{block}' cannot be waited for: that takes memory in pages of 4 KiB, and \
-         it is in huge pages, or another process's"
+        "pages of RAM block '{block}' cannot be waited for: that takes memory in pages of 4 KiB, \
+         and it is in huge pages, or another process's"
     )]
     NotFillable {
         /// The block.

@@ -19,7 +19,8 @@
 //!   and discards nothing before that was read. What was told of is not awaited any more; an access
 //!   to it is answered with zeros.
 //!
-//! Memory is the process's own, or a file on a tmpfs (a memfd as well) that this process alone maps.
+//! Memory is the process's own, or a file on a tmpfs (a memfd as well) that this process alone
+//! maps.
 //! Of a file a page is missing where the file has a hole. Three things are different then. It is
 //! thrown away by a hole that godwit punches, and nobody is stopped for that. Whether a page is
 //! there is asked of the file, since the kernel takes entries out of the page tables as it likes.
@@ -148,7 +149,8 @@ impl MissingPages {
     ///
     /// # Errors
     /// When there are more than [`Self::MOST_RUNS`] runs, the memory is of another kind than pages
-    /// of 4 KiB of the process's own or of a file that nobody else maps, the process may not be traced or may not handle faults of
+    /// of 4 KiB of the process's own or of a file that nobody else maps, the process may not be
+    /// traced or may not handle faults of
     /// the kernel, another userfaultfd is there, or somebody used the pages meanwhile. What was
     /// thrown away is lost then.
     pub fn start(

@@ -89,7 +89,7 @@ impl Coordinator {
 }
 
 impl Shared {
-    fn new(program: &PathBuf, configuration: &str) -> anyhow::Result<Self> {
+    fn new(program: &Path, configuration: &str) -> anyhow::Result<Self> {
         Ok(Self { world: World::new()?, nats: Nats::start(program, configuration)?, started: 0 })
     }
 
@@ -151,7 +151,7 @@ fn count(status: &Value, state: &str) -> usize {
 
 /// One evacuation, in which whoever acts is killed, or stopped for a while, at `moments` behind the
 /// moment at which it began to act; how often that happened.
-fn disturbed(program: &PathBuf, moments: &[Duration], stop: bool) -> anyhow::Result<usize> {
+fn disturbed(program: &Path, moments: &[Duration], stop: bool) -> anyhow::Result<usize> {
     let mut shared = Shared::new(program, "")?;
     let first = shared.coordinator(&[])?;
     let mut coordinators = vec![first, shared.coordinator(&[])?];

@@ -11,8 +11,8 @@
 //! ```
 //!
 //! The VMs and the checks behind each move are those of `godwit-faults`: the guest runs on one
-//! side, has found no damage in its memory or on its disk, counts on from where it was, and nothing of
-//! godwit's is left. All memory is compared at every move (`--verify`).
+//! side, has found no damage in its memory or on its disk, counts on from where it was, and
+//! nothing of godwit's is left. All memory is compared at every move (`--verify`).
 
 #![forbid(unsafe_code)]
 

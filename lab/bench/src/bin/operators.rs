@@ -53,7 +53,8 @@ struct Options {
     #[arg(long, value_name = "MIB", default_value_t = 4096)]
     upgrade_fill: u64,
 
-    /// Seconds from a fresh clone to the first finished migration (`make demo`), as measured by hand
+    /// Seconds from a fresh clone to the first finished migration (`make demo`), as measured by
+    /// hand
     #[arg(long, value_name = "SECONDS")]
     fresh_clone: Option<f64>,
 
