@@ -69,7 +69,7 @@ pub(crate) struct Arguments {
     /// The file that lists VMs and destinations
     #[arg(value_name = "LIST")]
     #[arg(required_unless_present_any =
-        ["resume", "pause", "proceed", "cancel", "status", "set", "to", "hands"])]
+        ["resume", "pause", "proceed", "cancel", "status", "set", "to"])]
     list: Option<PathBuf>,
 
     /// Move them to this host too, whose godwitd is asked for room and destinations:

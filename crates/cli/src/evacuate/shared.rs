@@ -67,7 +67,9 @@ pub(super) struct StoreArguments {
     on: Option<String>,
 
     /// Move VMs for a coordinator on another host; it starts this by itself
-    #[arg(long, hide = true)]
+    // Alone, so that no list is needed; `list` cannot name what is hidden, of which completions
+    // know nothing.
+    #[arg(long, hide = true, exclusive = true)]
     hands: bool,
 }
 
