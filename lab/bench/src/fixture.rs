@@ -9,6 +9,7 @@ use anyhow::{Context, ensure};
 use godwit_testbed::{
     BeaconPlace, Observation, Observer, OwnMigration, ProgressTrace, TestVm, VmConfig,
 };
+use godwit_units::ByteCount;
 use procfs::process::Process;
 use procfs::{Current, Meminfo};
 use serde_json::{Value, json};
@@ -150,6 +151,26 @@ pub fn warm_up_bytes(bytes: u64) -> anyhow::Result<()> {
     // Huge pages where the host has them, as the destination will.
     memory.advise(0, bytes, libc::MADV_HUGEPAGE)?;
     Ok(memory.advise(0, bytes, libc::MADV_POPULATE_WRITE)?)
+}
+
+/// Refuses to measure where there is no room for `both` sides of a move, and `beside` for
+/// everything else: a run that swaps, or has something killed, says nothing. `choose` is what else
+/// could be done.
+///
+/// # Errors
+/// When there is none, or the kernel does not tell.
+pub fn check_room(both: u64, beside: u64, choose: &str) -> anyhow::Result<()> {
+    let meminfo = Meminfo::current()?;
+    let available = meminfo.mem_available.unwrap_or(meminfo.mem_free);
+    let needed = both + beside;
+    ensure!(
+        available >= needed,
+        "{} of memory are available, and both sides need {}: end what else runs here, or choose \
+         {choose}",
+        ByteCount(available),
+        ByteCount(needed)
+    );
+    Ok(())
 }
 
 impl Fixture {

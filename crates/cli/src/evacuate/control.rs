@@ -70,14 +70,7 @@ pub(super) fn steer(arguments: &Arguments, request: &str) -> anyhow::Result<Exit
         json_line(&answer);
         return Ok(ExitCode::SUCCESS);
     }
-    let now = match request {
-        "pause" => "no further move begins. ".to_owned(),
-        "continue" => "it goes on. ".to_owned(),
-        "cancel" => "its moves are being cancelled. ".to_owned(),
-        "status" => String::new(),
-        _ => format!("now {}. ", tell::budget(&answer)),
-    };
-    println!("{now}{}", tell::counts(&answer));
+    println!("{}{}", tell::asked(request, &answer), tell::counts(&answer));
     if request == "status" {
         let width = layout::width(&std::io::stdout());
         let moving = Moving::all(&arguments.name, &answer);

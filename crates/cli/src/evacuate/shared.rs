@@ -485,13 +485,9 @@ pub(super) fn steer(arguments: &Arguments, request: &str) -> anyhow::Result<Exit
         return Ok(ExitCode::SUCCESS);
     }
     let now = match request {
-        "pause" => "no further move begins. ".to_owned(),
-        "continue" => "it goes on. ".to_owned(),
-        "cancel" => "its moves are being cancelled. ".to_owned(),
         "status" if wanted.cancelled => "it is cancelled. ".to_owned(),
         "status" if wanted.paused => "it is paused: --continue. ".to_owned(),
-        "status" => String::new(),
-        _ => format!("now {}. ", tell::budget(&answer)),
+        _ => tell::asked(request, &answer),
     };
     println!("{now}{}", tell::counts(&answer));
     match (answer["outcome"].as_str(), answer["coordinator"].as_str()) {

@@ -147,6 +147,17 @@ pub(super) fn budget(report: &Value) -> String {
     format!("{} for {} moves at once", TypedRate::from(rate).both(), report["at_once"])
 }
 
+/// What a request has come to, before how many VMs are where; nothing of one for the status.
+pub(super) fn asked(request: &str, answer: &Value) -> String {
+    match request {
+        "pause" => "no further move begins. ".to_owned(),
+        "continue" => "it goes on. ".to_owned(),
+        "cancel" => "its moves are being cancelled. ".to_owned(),
+        "status" => String::new(),
+        _ => format!("now {}. ", budget(answer)),
+    }
+}
+
 /// How many VMs are where, by what the evacuation says of itself.
 pub(super) fn counts(report: &Value) -> String {
     let count = |state: &str| {

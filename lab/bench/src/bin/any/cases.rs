@@ -1,6 +1,6 @@
 //! The cases: how much memory, and how busy; and what is to be reached in each.
 
-use anyhow::ensure;
+use godwit_bench::fixture::check_room;
 use godwit_bench::report::{Better, Report};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{Accelerator, Backend, Godwit, GuestConfig, QemuBuild, VmConfig};
@@ -83,20 +83,9 @@ impl Case {
         VmConfig { accelerator: under.accelerator, ..config }
     }
 
-    /// Both sides are on this host: a run that swaps, or has something killed, says nothing. At the
-    /// destination godwit asks for room for all memory, whatever is filled of it.
+    /// At the destination godwit asks for room for all memory, whatever is filled of it.
     fn check_room(&self) -> anyhow::Result<()> {
-        let meminfo = <procfs::Meminfo as procfs::Current>::current()?;
-        let available = meminfo.mem_available.unwrap_or(meminfo.mem_free);
-        let needed = self.fill + self.memory + BESIDE;
-        ensure!(
-            available >= needed,
-            "{} of memory are available, and both sides need {}: end what else runs here, or \
-             choose cases with --only",
-            ByteCount(available),
-            ByteCount(needed)
-        );
-        Ok(())
+        check_room(self.fill + self.memory, BESIDE, "cases with --only")
     }
 }
 

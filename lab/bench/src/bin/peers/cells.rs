@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use anyhow::ensure;
+use godwit_bench::fixture::check_room;
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Accelerator, Backend, Conditions, EmulatedLink, GuestConfig, QemuBuild, VmConfig,
@@ -261,20 +261,9 @@ impl Cell {
         self.link.conditions()
     }
 
-    /// Both sides are on this host: a run that swaps, or has something killed, says nothing. At the
-    /// destination godwit asks for room for all memory, whatever is filled of it.
+    /// At the destination godwit asks for room for all memory, whatever is filled of it.
     pub(crate) fn check_room(&self) -> anyhow::Result<()> {
-        let meminfo = <procfs::Meminfo as procfs::Current>::current()?;
-        let available = meminfo.mem_available.unwrap_or(meminfo.mem_free);
-        let needed = self.guest.fill + self.guest.memory + BESIDE;
-        ensure!(
-            available >= needed,
-            "{} of memory are available, and both sides need {}: end what else runs here, or \
-             choose cells with --only",
-            ByteCount(available),
-            ByteCount(needed)
-        );
-        Ok(())
+        check_room(self.guest.fill + self.guest.memory, BESIDE, "cells with --only")
     }
 
     /// Whether it needs KVM.

@@ -18,6 +18,7 @@ mod qemu;
 use anyhow::{Context, ensure};
 use clap::Parser;
 use godwit_bench::arguments::at_least_once;
+use godwit_bench::fixture::check_room;
 use godwit_bench::report::{Better, Report, machine};
 use godwit_bench::waits::Waits;
 use godwit_testbed::{Accelerator, Godwit, QemuBuild, kvm_for};
@@ -61,7 +62,7 @@ fn main() -> anyhow::Result<()> {
     let [memory, fill, working_set] = [memory, fill, working_set].map(|size| size as u64 * MIB);
     ensure!(working_set <= fill, "--working-set: at most what --fill says");
     ensure!(fill < memory, "--fill: less than what --memory says");
-    check_room(memory + fill)?;
+    check_room(memory + fill, BESIDE, "less with --memory and --fill")?;
     let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
     let godwit = Godwit::built()?;
     // Before anything takes long: on a host that does not tell, nothing can be measured.
@@ -94,20 +95,5 @@ fn main() -> anyhow::Result<()> {
     report.figure("moves", serde_json::to_value(&tally.moves)?);
     report.figure("failed", serde_json::to_value(&tally.failed)?);
     report.finish()?;
-    Ok(())
-}
-
-/// Both sides are on this host: a run that swaps says nothing.
-fn check_room(both: u64) -> anyhow::Result<()> {
-    let meminfo = <procfs::Meminfo as procfs::Current>::current()?;
-    let available = meminfo.mem_available.unwrap_or(meminfo.mem_free);
-    let needed = both + BESIDE;
-    ensure!(
-        available >= needed,
-        "{} of memory are available, and both sides need {}: end what else runs here, or choose \
-         less with --memory and --fill",
-        ByteCount(available),
-        ByteCount(needed)
-    );
     Ok(())
 }
