@@ -558,6 +558,7 @@ impl Policy {
         Advice {
             best: self.best.unwrap_or_default(),
             limit: estimate.limit,
+            fixed: self.fixed,
             dirty_rate: estimate.dirty_rate,
             bandwidth: estimate.bandwidth,
             throttle: if self.throttle.exhausted() {

@@ -325,6 +325,7 @@ pub struct RemainingTime {
 /// let advice = Advice {
 ///     best: Duration::from_secs(1),
 ///     limit: Duration::from_millis(300),
+///     fixed: Duration::from_millis(20),
 ///     dirty_rate: Rate::from_bytes_per_second(200.0 * 1_048_576.0),
 ///     bandwidth: Rate::from_bytes_per_second(100.0 * 1_048_576.0),
 ///     throttle: 0.99,
@@ -337,6 +338,9 @@ pub struct Advice {
     pub best: Duration,
     /// The limit it was held against.
     pub limit: Duration,
+    /// What of the downtime passes however little remains: the last harvest, device state, the
+    /// flush of disks, the handover.
+    pub fixed: Duration,
     /// The last estimate.
     pub dirty_rate: Rate,
     /// The bandwidth it competes with.
@@ -352,11 +356,15 @@ impl fmt::Display for Advice {
             write!(f, ", at a throttle of {:.0} %", self.throttle * 100.0)?;
         }
         let needed = format_duration(self.best.mul_f64(1.2));
+        write!(f, ": the downtime would be {} at best, ", format_duration(self.best))?;
+        // Then more bandwidth or a slower guest would hardly help.
+        if self.fixed > self.limit / 2 {
+            let fixed = format_duration(self.fixed);
+            write!(f, "{fixed} of it for device state and the handover alone, ")?;
+        }
         write!(
             f,
-            ": the downtime would be {} at best, above the limit of {}; allow --downtime-limit \
-             {needed}, raise --max-bandwidth, {}",
-            format_duration(self.best),
+            "above the limit of {}; allow --downtime-limit {needed}, raise --max-bandwidth, {}",
             format_duration(self.limit),
             if self.throttle > 0.0 {
                 "quieten the guest or force the switchover"
@@ -388,6 +396,7 @@ mod tests {
         let advice = Advice {
             best: Duration::from_secs(1),
             limit: Duration::from_millis(300),
+            fixed: Duration::from_millis(150),
             dirty_rate: Rate::from_bytes_per_second(200.0 * 1_048_576.0),
             bandwidth: Rate::from_bytes_per_second(100.0 * 1_048_576.0),
             throttle: 0.0,
@@ -399,10 +408,10 @@ mod tests {
              quieten the guest or let it be throttled"
         );
         assert_eq!(
-            Advice { throttle: 0.99, ..advice }.to_string(),
+            Advice { throttle: 0.99, fixed: Duration::from_millis(160), ..advice }.to_string(),
             "the guest dirties 200MiB/s and the link carries 100MiB/s, at a throttle of 99 %: the \
-             downtime would be 1s at best, above the limit of 300ms; allow --downtime-limit 1.2s, \
-             raise --max-bandwidth, quieten the guest or force the switchover"
+             downtime would be 1s at best, 160ms of it for device state and the handover alone, \
+             above the limit of 300ms; allow --downtime-limit 1.2s, raise --max-bandwidth, quieten the guest or force the switchover"
         );
     }
 }

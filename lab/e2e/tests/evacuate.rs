@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use godwit_e2e::evacuation::{VMS, World, finish};
 use godwit_e2e::{LIMIT, Terminal};
-use godwit_testbed::{Godwit, MicroVm, Movable, kvm_for};
+use godwit_testbed::{Godwit, MicroVm, Movable, at_most, kvm_for};
 use serde_json::Value;
 
 /// Evacuates once, and kills the coordinator `after` its start; others after half of that, until
@@ -103,7 +103,7 @@ fn a_coordinator_that_is_killed_moves_no_guest_twice_and_forgets_none() -> anyho
 #[test]
 #[ignore = "takes minutes"]
 fn a_coordinator_is_killed_at_a_hundred_moments() -> anyhow::Result<()> {
-    rounds("a_coordinator_is_killed_at_a_hundred_moments", 100)
+    rounds("a_coordinator_is_killed_at_a_hundred_moments", at_most(100) as u64)
 }
 
 #[test]

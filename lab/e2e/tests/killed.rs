@@ -12,7 +12,7 @@ use godwit_e2e::{
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     BeaconPlace, DiskImage, Godwit, GuestConfig, Movable, Observer, Running, TestVm, VmConfig,
-    builds_for, images_for,
+    at_most, builds_for, images_for,
 };
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
@@ -189,7 +189,7 @@ fn turn_round(pair: &mut Pair) -> anyhow::Result<()> {
 
 /// Kills `migrate` `times` times: half of them at moments spread over all of the migration, half of
 /// them while the guest is stopped.
-fn kill_at_random(test: &str, times: u32) -> anyhow::Result<()> {
+fn kill_at_random(test: &str, times: usize) -> anyhow::Result<()> {
     let builds = builds_for(test);
     for build in &builds {
         let mut pair = Pair::start(&VmConfig::new(build, GuestConfig::small(Mode::Idle)))?;
@@ -198,13 +198,13 @@ fn kill_at_random(test: &str, times: u32) -> anyhow::Result<()> {
         let whole = began.elapsed();
         check_moved(&mut pair, &migrate)?;
         turn_round(&mut pair)?;
-        let each = times / builds.len() as u32;
+        let each = times / builds.len();
         let (mut back, mut moved, mut in_doubt) = (0, 0, 0);
         for number in 0..each {
             let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
             let mut migrate = pair.godwit.migrate(&pair.source, &address, &[])?;
             // Multiples of the golden ratio fill the span evenly, however many they are.
-            let share = (f64::from(number) * 0.618_034).fract();
+            let share = (number as f64 * 0.618_034).fract();
             if number % 2 == 0 {
                 std::thread::sleep(whole.mul_f64(share));
             } else {
@@ -255,7 +255,7 @@ fn at_ten_random_moments_the_guest_runs_on() -> anyhow::Result<()> {
 #[test]
 #[ignore = "takes one to two minutes: make test-long"]
 fn at_a_hundred_random_moments_the_guest_runs_on() -> anyhow::Result<()> {
-    kill_at_random("at_a_hundred_random_moments_the_guest_runs_on", 100)
+    kill_at_random("at_a_hundred_random_moments_the_guest_runs_on", at_most(100))
 }
 
 #[test]

@@ -6,7 +6,7 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, GuestConfig, Ksm, TestVm, VmConfig, builds_for, builds_since, images_for,
+    Backend, GuestConfig, Ksm, TestVm, VmConfig, at_most, builds_for, builds_since, images_for,
     kvm_builds_for,
 };
 use godwit_units::ByteCount;
@@ -16,7 +16,7 @@ const MERGED: u64 = 1000;
 
 /// Moves a guest `moves` times, from each host to the next, while another of its kind runs, whose
 /// stamps are the same where neither has written since it began.
-fn hops(config: &VmConfig, moves: u32, ksm: &Ksm) -> anyhow::Result<()> {
+fn hops(config: &VmConfig, moves: usize, ksm: &Ksm) -> anyhow::Result<()> {
     let twin = TestVm::source(config)?;
     let mut pair = Pair::start(config)?;
     twin.wait_ready(LIMIT)?;
@@ -31,7 +31,7 @@ fn hops(config: &VmConfig, moves: u32, ksm: &Ksm) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn under_tcg(test: &str, moves: u32) -> anyhow::Result<()> {
+fn under_tcg(test: &str, moves: usize) -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
@@ -43,7 +43,7 @@ fn under_tcg(test: &str, moves: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn on_kvm(test: &str, moves: u32) -> anyhow::Result<()> {
+fn on_kvm(test: &str, moves: usize) -> anyhow::Result<()> {
     let builds = builds_since(8, kvm_builds_for(test), test);
     let Some(ksm) = Ksm::for_test(test).filter(|_| !builds.is_empty()) else { return Ok(()) };
     for build in &builds {
@@ -67,6 +67,6 @@ fn a_guest_on_kvm_moves_while_its_pages_are_merged() -> anyhow::Result<()> {
 #[test]
 #[ignore = "long"]
 fn fifty_moves_while_pages_are_merged() -> anyhow::Result<()> {
-    under_tcg("fifty_moves_while_pages_are_merged", 10)?;
-    on_kvm("fifty_moves_while_pages_are_merged", 40)
+    under_tcg("fifty_moves_while_pages_are_merged", at_most(10))?;
+    on_kvm("fifty_moves_while_pages_are_merged", at_most(40))
 }

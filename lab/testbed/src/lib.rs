@@ -103,7 +103,7 @@ pub use redis::RedisClient;
 pub use remote_disk::RemoteDisk;
 pub use skip::{kvm_for, skip};
 pub use slow_reads::SlowReads;
-pub use soak::soak;
+pub use soak::{at_most, soak};
 pub use started::{Room, StartedVm};
 pub use storage_daemon::{StorageDaemon, storage_daemon_for};
 pub use talk::Talk;
