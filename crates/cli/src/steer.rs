@@ -35,6 +35,9 @@ const LONGEST_REQUEST: u64 = 64 << 10;
 const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 /// How often `--watch` looks.
 const LOOK: Duration = Duration::from_millis(200);
+/// So many looks that find nothing in a row are its end. One may meet a socket that is busy with
+/// somebody else.
+const MISSES: u32 = 5;
 
 /// Which migration.
 #[derive(Debug, Args)]
@@ -208,7 +211,7 @@ fn watch(which: &Which, json: bool) -> ExitCode {
     };
     let name = name_of(&socket);
     let mut display = Display::new(json);
-    let (mut seen, mut shown) = (false, None);
+    let (mut seen, mut shown, mut missed) = (false, None, 0);
     loop {
         match client::migration(&socket) {
             Ok(look) => {
@@ -216,13 +219,14 @@ fn watch(which: &Which, json: bool) -> ExitCode {
                     let width = layout::width(&std::io::stderr());
                     eprintln!("{}", layout::wrap("", &heading(&name, &look), 2, width));
                 }
-                seen = true;
+                (seen, missed) = (true, 0);
                 if look.progress.is_some() && look.progress != shown {
                     shown = look.progress;
                     shown.iter().for_each(|progress| display.progress(progress));
                 }
             }
-            Err(_) if seen => break,
+            Err(_) if seen && missed + 1 == MISSES => break,
+            Err(_) if seen => missed += 1,
             Err(error) => return refused(&error),
         }
         std::thread::sleep(LOOK);

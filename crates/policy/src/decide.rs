@@ -31,6 +31,8 @@ const PROGRESS: f64 = 0.95;
 const AIM: f64 = 0.85;
 /// The share of the limit that the last round before the switchover aims at.
 const FINALE: f64 = 0.93;
+/// Rounds are stuck when so many in a row brought no progress.
+const STUCK: u32 = 3;
 /// With the patience at its end this many times over, it ends whatever is in force.
 const LAST_STRAW: u32 = 5;
 /// Nor are more rounds made than this without progress, however short they are.
@@ -317,7 +319,8 @@ impl Policy {
         let governs =
             matches!(self.settings.throttle, ThrottleMode::Adaptive | ThrottleMode::Governor);
         // A guest that is throttled already is not handed over: the end is near.
-        let needed = governs && throttle.value() <= 0.0 && throttle.is_needed(&view);
+        let stuck = self.stuck_rounds >= STUCK;
+        let needed = governs && throttle.value() <= 0.0 && throttle.is_needed(&view, stuck);
         governor.round(&view, round.can_govern && governs, needed);
         if governor.budget().is_some() {
             throttle.look_on(&view);
@@ -538,15 +541,16 @@ impl Policy {
         let Some(patience) = self.settings.patience else { return false };
         let strongest = match self.settings.throttle {
             ThrottleMode::Off => true,
-            ThrottleMode::Governor => self.governor.budget().is_none() || self.governor.failed(),
+            ThrottleMode::Governor => self.governor.is_at_its_end(),
             _ => {
-                self.throttle.exhausted()
+                self.governor.is_at_its_least()
+                    || self.throttle.exhausted()
                     || self.throttle.value() >= self.settings.max_throttle.min(0.98) - 1e-9
             }
         };
         let strongest = strongest || self.share.is_spent(self.settings.disk_limit);
         let growing = self.settings.downtime_ceiling.is_some() && self.step < Settings::STEPS;
-        let waiting = self.without_progress >= patience && self.stuck_rounds >= 3;
+        let waiting = self.without_progress >= patience && self.stuck_rounds >= STUCK;
         let lowering = self.share.may_lower(self.settings.disk_limit);
         let long = self.without_progress >= patience * LAST_STRAW && self.stuck_rounds >= 12;
         waiting && (strongest && !growing && !lowering || long)

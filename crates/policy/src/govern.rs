@@ -33,6 +33,9 @@ const LEAST: f64 = 500.0;
 /// A round under the governor that leaves over this share of what the one before left does not
 /// converge.
 const DEAF: f64 = 0.9;
+/// That is the governor's failure where the guest made more pages dirty than it granted, this many
+/// times over. Otherwise it holds the guest, and there is no less to be had.
+const UNHELD: f64 = 2.0;
 /// After so many of them it is given up.
 const DEAF_ROUNDS: u32 = 3;
 
@@ -51,13 +54,25 @@ impl Governor {
     }
 
     /// Whether it was tried in vain.
+    #[cfg(test)]
     pub(crate) fn failed(&self) -> bool {
         self.failed
     }
 
+    /// Whether a guest cannot be held to less.
+    pub(crate) fn is_at_its_least(&self) -> bool {
+        self.budget.is_some_and(|budget| budget <= LEAST)
+    }
+
+    /// Whether nothing more is to be had of it where nothing else is allowed.
+    pub(crate) fn is_at_its_end(&self) -> bool {
+        self.budget.is_none() || self.failed || self.is_at_its_least()
+    }
+
     /// At the end of a round that leaves too much. `needed`: rounds alone would not finish in time.
     pub(crate) fn round(&mut self, view: &View, offered: bool, needed: bool) {
-        let deaf = self.budget.is_some() && view.remaining > DEAF * self.previous;
+        let unheld = self.budget.is_some_and(|budget| view.dirty_rate > UNHELD * budget);
+        let deaf = unheld && view.remaining > DEAF * self.previous;
         self.deaf_rounds = if deaf { self.deaf_rounds + 1 } else { 0 };
         self.previous = view.remaining;
         self.failed |= self.deaf_rounds >= DEAF_ROUNDS;

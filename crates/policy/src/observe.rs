@@ -411,7 +411,8 @@ mod tests {
             Advice { throttle: 0.99, fixed: Duration::from_millis(160), ..advice }.to_string(),
             "the guest dirties 200MiB/s and the link carries 100MiB/s, at a throttle of 99 %: the \
              downtime would be 1s at best, 160ms of it for device state and the handover alone, \
-             above the limit of 300ms; allow --downtime-limit 1.2s, raise --max-bandwidth, quieten the guest or force the switchover"
+             above the limit of 300ms; allow --downtime-limit 1.2s, raise --max-bandwidth, quieten \
+             the guest or force the switchover"
         );
     }
 }

@@ -166,12 +166,14 @@ impl Throttle {
     }
 
     /// Whether a guest that is not slowed would keep this from finishing in time, and another round
-    /// as it is would hardly leave less.
-    pub(crate) fn is_needed(&self, view: &View) -> bool {
+    /// as it is would hardly leave less; or rounds are `stuck`, whatever the model says of the next
+    /// one. A guest that dirties nearly as much as the link carries, by fits and starts, leaves less
+    /// on average and never little enough.
+    pub(crate) fn is_needed(&self, view: &View, stuck: bool) -> bool {
         let link = view.link();
         let (later, _) = after_round(view.classes, view.unsent, link);
         let left: f64 = later.iter().map(|class| class.dirty).sum();
-        left > SHRINKS * view.remaining && self.adapt(view, false) > 0.0
+        (stuck || left > SHRINKS * view.remaining) && self.adapt(view, false) > 0.0
     }
 
     /// What a round leaves that the governor looks after.

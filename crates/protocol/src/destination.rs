@@ -154,7 +154,8 @@ pub fn step(state: State, input: Input, left: bool) -> Result<(State, Vec<Action
         // It comes back for what is missing, or asks who runs the guest.
         (S::Listening, I::Follow) if left => (S::SeveredFetching, vec![A::AwaitReturn]),
         // Behind it nothing is placed but what is missing, and the guest is stopped at the source.
-        (S::Prepared, I::Missing) if !left => (state, vec![A::AwaitPages]),
+        // What came of device state before is the head of it, which a source sends when it likes.
+        (S::Prepared | S::Filling, I::Missing) if !left => (state, vec![A::AwaitPages]),
         (S::Prepared, I::LinkLost) if left => {
             (S::Discarded, vec![A::DiscardGuest, A::SendDiscarded])
         }

@@ -14,7 +14,7 @@ use godwit_e2e::{LIMIT, Pair, await_copying, check_moved, check_untouched};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Godwit, GuestConfig, Lan, Movable, QemuBuild, SlowReads, StorageDaemon,
-    TestVm, VmConfig, builds_for, skip, soak, storage_daemon_for,
+    TestVm, VmConfig, builds_for, builds_in_turn_for, skip, soak, storage_daemon_for,
 };
 use godwit_units::ByteCount;
 
@@ -48,7 +48,7 @@ fn config(build: &QemuBuild, backend: Backend, extra: &[String]) -> VmConfig {
 /// The QEMUs that have a storage daemon.
 fn builds(test: &str) -> Vec<(QemuBuild, PathBuf)> {
     let daemon = |build| Some((storage_daemon_for(&build, test)?, build));
-    builds_for(test).into_iter().filter_map(daemon).map(|(a, b)| (b, a)).collect()
+    builds_in_turn_for(test).into_iter().filter_map(daemon).map(|(a, b)| (b, a)).collect()
 }
 
 /// A pair whose disk is served by a daemon at either end.
@@ -250,7 +250,7 @@ fn back_ends_are_shown_and_those_with_devices_of_their_own_refused() -> anyhow::
 #[test]
 fn a_file_system_whose_back_end_has_files_open_is_refused() -> anyhow::Result<()> {
     let test = "a_file_system_whose_back_end_has_files_open_is_refused";
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let Some(served) = FileSystem::start(test)? else { return Ok(()) };
         let chardev = format!("socket,id=fs0,path={}", served.socket.display());
         let device = "vhost-user-fs-pci,id=fs,chardev=fs0,tag=files";

@@ -17,8 +17,8 @@ use godwit_e2e::{
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, DiskImage, Godwit, GuestConfig, Movable, TestVm, VmConfig, builds_for, images_for,
-    skip,
+    Backend, DiskImage, Godwit, GuestConfig, Movable, TestVm, VmConfig, builds_for,
+    builds_in_turn_for, images_for, skip,
 };
 use godwit_units::ByteCount;
 
@@ -159,7 +159,7 @@ fn who_comes_second_is_told_of_the_first() -> anyhow::Result<()> {
 #[test]
 fn the_cures_for_a_disk_are_followed_as_printed() -> anyhow::Result<()> {
     let test = "the_cures_for_a_disk_are_followed_as_printed";
-    let builds = if images_for(test) { builds_for(test) } else { Vec::new() };
+    let builds = if images_for(test) { builds_in_turn_for(test) } else { Vec::new() };
     for build in builds {
         let (own, other) = (image(64)?, image(32)?);
         let config = |image: &DiskImage| {
@@ -210,7 +210,7 @@ fn the_cures_for_a_disk_are_followed_as_printed() -> anyhow::Result<()> {
 /// A QEMU loads a guest once. That it is used up is said, and what to do, and that does it.
 #[test]
 fn a_qemu_whose_load_failed_is_started_again_as_told() -> anyhow::Result<()> {
-    for build in builds_for("a_qemu_whose_load_failed_is_started_again_as_told") {
+    for build in builds_in_turn_for("a_qemu_whose_load_failed_is_started_again_as_told") {
         let config = |extra: &[&str]| {
             VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_extra(extra)
         };
@@ -289,7 +289,7 @@ fn who_may_not_trace_is_told_why() -> anyhow::Result<()> {
         skip(test, "only root can be another user for a moment");
         return Ok(());
     }
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle));
         let mut vm = TestVm::source(&config.with_backend(Backend::Anonymous))?;
         vm.wait_ready(LIMIT)?;

@@ -5,7 +5,9 @@
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Pair, check_moved, check_refused, check_untouched, oldest};
 use godwit_stamp::settings::Mode;
-use godwit_testbed::{Godwit, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for};
+use godwit_testbed::{
+    Godwit, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, builds_in_turn_for,
+};
 use serde_json::json;
 
 /// The config of a small guest, or nothing where there is no QEMU.
@@ -19,7 +21,7 @@ fn config(test: &str) -> anyhow::Result<Option<VmConfig>> {
 
 /// Both QEMUs, if they are here.
 fn both(test: &str) -> Option<[QemuBuild; 2]> {
-    let mut builds = builds_for(test);
+    let mut builds = builds_in_turn_for(test);
     builds.sort_by_key(|build| build.version);
     let found = <[QemuBuild; 2]>::try_from(builds).ok();
     if found.is_none() {
@@ -144,7 +146,7 @@ fn a_guest_moves_to_a_newer_qemu_and_back() -> anyhow::Result<()> {
 fn a_device_plugged_at_the_source_is_found_on_the_destinations_command_line() -> anyhow::Result<()>
 {
     let test = "a_device_plugged_at_the_source_is_found_on_the_destinations_command_line";
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let port = ["-device", "pcie-root-port,id=port0,chassis=1,addr=06.0"];
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_extra(&port);
         let mut pair = Pair::start(&config)?;

@@ -12,7 +12,7 @@ use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_refused, check_untou
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     DiskImage, Ended, GuestConfig, MicroVm, Mount, QemuBuild, RemoteDisk, Running, TestVm,
-    VmConfig, allocated, builds_for, images_for, skip,
+    VmConfig, allocated, builds_for, builds_in_turn_for, images_for, skip,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -346,7 +346,7 @@ fn qemus(test: &str, format: &'static str) -> anyhow::Result<Vec<(Pair, [DiskIma
         let pair = Pair::start_apart(&config(&images[0]), &config(&images[1]))?;
         Ok((pair, images))
     };
-    builds_for(test).iter().map(start).collect()
+    builds_in_turn_for(test).iter().map(start).collect()
 }
 
 #[test]
@@ -480,7 +480,7 @@ fn a_disk_that_cannot_be_flushed_keeps_the_guest_at_the_source() -> anyhow::Resu
     if !images_for(test) {
         return Ok(());
     }
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let size = ByteCount(16 << 20);
         let (from, to) = (DiskImage::create("raw", size)?, DiskImage::create("raw", size)?);
         File::options().write(true).open(from.path())?.write_all_at(&[0x5a; 1 << 20], 0)?;

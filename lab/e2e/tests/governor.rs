@@ -9,7 +9,8 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched, oldest};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Ended, GuestConfig, HugePages, QemuBuild, Running, VmConfig, builds_for, skip,
+    Ended, GuestConfig, HugePages, QemuBuild, Running, VmConfig, builds_for, builds_in_turn_for,
+    skip,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -63,7 +64,7 @@ fn governing(pair: &Pair, options: &[&str]) -> anyhow::Result<(Running, Running)
 
 #[test]
 fn a_busy_guest_is_governed_and_arrives() -> anyhow::Result<()> {
-    for build in builds_for("a_busy_guest_is_governed_and_arrives") {
+    for build in builds_in_turn_for("a_busy_guest_is_governed_and_arrives") {
         let mut pair = Pair::start(&busy(&build))?;
         let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES].concat())?;
         check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
@@ -77,10 +78,7 @@ fn several_vcpus_are_governed() -> anyhow::Result<()> {
     let builds = builds_for("several_vcpus_are_governed");
     let Some(build) = builds.last() else { return Ok(()) };
     let mut pair = Pair::start(&VmConfig { cpus: 2, ..busy(build) })?;
-    // Two vCPUs under TCG and both sides have two cores here: device state and the handover take
-    // part of any limit.
-    let arrives = ["--downtime-limit", "500ms", "--verify", "--channels", "3"];
-    let (migrate, _) = pair.migrate(&[GOVERNED, &arrives].concat())?;
+    let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES, &["--channels", "3"]].concat())?;
     check_moved(&mut pair, &migrate)?;
     check_governed(&migrate)
 }
@@ -114,7 +112,7 @@ fn a_guest_is_governed_and_let_go_while_it_is_copied() -> anyhow::Result<()> {
 
 #[test]
 fn a_killed_governor_leaves_the_guest_as_it_was() -> anyhow::Result<()> {
-    for build in builds_for("a_killed_governor_leaves_the_guest_as_it_was") {
+    for build in builds_in_turn_for("a_killed_governor_leaves_the_guest_as_it_was") {
         let mut pair = Pair::start(&busy(&build))?;
         let (mut migrate, _receive) = governing(&pair, ENDLESS)?;
         migrate.kill();

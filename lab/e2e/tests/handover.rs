@@ -8,7 +8,7 @@ use godwit_e2e::{LIMIT, Pair, await_copying, check_moved, check_untouched};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, DiskImage, Ended, GuestConfig, Link, Network, QemuBuild, RemoteDisk, Running, TestVm,
-    VmConfig, builds_for, images_for,
+    VmConfig, builds_in_turn_for, images_for,
 };
 use godwit_units::ByteCount;
 use serde_json::json;
@@ -68,7 +68,7 @@ fn a_link_cut_at_ready_with_locked_images_that_both_have_open() -> anyhow::Resul
     if !images_for(test) {
         return Ok(());
     }
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let image = |format| DiskImage::create(format, ByteCount(16 << 20));
         let (raw, qcow2) = (image("raw")?, image("qcow2")?);
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
@@ -93,9 +93,9 @@ fn a_link_cut_at_ready_with_locked_images_that_both_have_open() -> anyhow::Resul
 #[test]
 fn a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once() -> anyhow::Result<()>
 {
-    for build in
-        builds_for("a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once")
-    {
+    for build in builds_in_turn_for(
+        "a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once",
+    ) {
         for stopped in [false, true] {
             let mut pair = pair(&build)?;
             let (migrate, receive) = if stopped {
@@ -130,7 +130,7 @@ fn a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once() -
 
 #[test]
 fn a_guest_that_has_arrived_outlives_the_qemu_it_came_from() -> anyhow::Result<()> {
-    for build in builds_for("a_guest_that_has_arrived_outlives_the_qemu_it_came_from") {
+    for build in builds_in_turn_for("a_guest_that_has_arrived_outlives_the_qemu_it_came_from") {
         let mut pair = pair(&build)?;
         let (_link, migrate, receive) = held_at_ready(&mut pair, &[])?;
 
@@ -146,7 +146,7 @@ fn a_guest_that_has_arrived_outlives_the_qemu_it_came_from() -> anyhow::Result<(
 fn a_destination_qemu_that_is_killed_never_ran_the_guest_and_the_source_hears_it()
 -> anyhow::Result<()> {
     let test = "a_destination_qemu_that_is_killed_never_ran_the_guest_and_the_source_hears_it";
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         for ready in [false, true] {
             let mut pair = pair(&build)?;
             let (_link, migrate, receive) = if ready {
@@ -182,7 +182,7 @@ fn a_destination_that_refuses_to_run_the_guest_says_why_and_the_source_has_it_ba
     if !images_for(test) {
         return Ok(());
     }
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let image = DiskImage::create("raw", ByteCount(16 << 20))?;
         let config =
             VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_disk("disk", &image);
@@ -207,7 +207,7 @@ fn a_destination_that_refuses_to_run_the_guest_says_why_and_the_source_has_it_ba
 
 #[test]
 fn the_network_is_told_as_often_as_is_wanted() -> anyhow::Result<()> {
-    for build in builds_for("the_network_is_told_as_often_as_is_wanted") {
+    for build in builds_in_turn_for("the_network_is_told_as_often_as_is_wanted") {
         for rounds in [0_usize, 12] {
             let (here, there) = (Network::listen()?, Network::listen()?);
             let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
@@ -244,7 +244,7 @@ fn the_network_is_told_as_often_as_is_wanted() -> anyhow::Result<()> {
 #[test]
 fn the_network_is_told_where_the_guest_is() -> anyhow::Result<()> {
     let backends = [Backend::SharedFile, Backend::Anonymous];
-    let builds = builds_for("the_network_is_told_where_the_guest_is");
+    let builds = builds_in_turn_for("the_network_is_told_where_the_guest_is");
     for (build, backend) in builds.iter().flat_map(|build| backends.map(|kind| (build, kind))) {
         let (here, there) = (Network::listen()?, Network::listen()?);
         let config = VmConfig::new(build, GuestConfig::small(Mode::Rate)).with_backend(backend);

@@ -12,7 +12,7 @@ use godwit_e2e::{
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     BeaconPlace, DiskImage, Godwit, GuestConfig, Movable, Observer, Running, TestVm, VmConfig,
-    at_most, builds_for, images_for,
+    at_most, builds_for, builds_in_turn_for, images_for,
 };
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
@@ -71,7 +71,7 @@ fn second_attempt(pair: &mut Pair) -> anyhow::Result<()> {
 
 #[test]
 fn at_every_step_up_to_commit_the_guest_runs_on_at_the_source() -> anyhow::Result<()> {
-    for build in builds_for("at_every_step_up_to_commit_the_guest_runs_on_at_the_source") {
+    for build in builds_in_turn_for("at_every_step_up_to_commit_the_guest_runs_on_at_the_source") {
         let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
         for step in BEFORE_COMMIT {
             let options = ["--fault", step, "--verify"];
@@ -97,7 +97,7 @@ fn at_every_step_up_to_commit_the_guest_runs_on_at_the_source() -> anyhow::Resul
 
 #[test]
 fn from_commit_on_the_guest_never_runs_at_the_source() -> anyhow::Result<()> {
-    for build in builds_for("from_commit_on_the_guest_never_runs_at_the_source") {
+    for build in builds_in_turn_for("from_commit_on_the_guest_never_runs_at_the_source") {
         for step in ["kill-after-commit", "kill-after-farewell"] {
             let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
             let place = BeaconPlace::find(pair.source.ram_file())?;
@@ -190,7 +190,7 @@ fn turn_round(pair: &mut Pair) -> anyhow::Result<()> {
 /// Kills `migrate` `times` times: half of them at moments spread over all of the migration, half of
 /// them while the guest is stopped.
 fn kill_at_random(test: &str, times: usize) -> anyhow::Result<()> {
-    let builds = builds_for(test);
+    let builds = builds_in_turn_for(test);
     for build in &builds {
         let mut pair = Pair::start(&VmConfig::new(build, GuestConfig::small(Mode::Idle)))?;
         let began = Instant::now();
@@ -260,7 +260,8 @@ fn at_a_hundred_random_moments_the_guest_runs_on() -> anyhow::Result<()> {
 
 #[test]
 fn a_receive_killed_while_the_guest_is_stopped_leaves_it_on_one_side() -> anyhow::Result<()> {
-    let builds = builds_for("a_receive_killed_while_the_guest_is_stopped_leaves_it_on_one_side");
+    let builds =
+        builds_in_turn_for("a_receive_killed_while_the_guest_is_stopped_leaves_it_on_one_side");
     for build in &builds {
         let mut pair = Pair::start(&VmConfig::new(build, GuestConfig::small(Mode::Idle)))?;
         for delay in [0, 4, 12] {
@@ -298,7 +299,7 @@ fn a_receive_killed_while_the_guest_is_stopped_leaves_it_on_one_side() -> anyhow
 
 #[test]
 fn a_receive_killed_before_commit_never_runs_the_guest() -> anyhow::Result<()> {
-    for build in builds_for("a_receive_killed_before_commit_never_runs_the_guest") {
+    for build in builds_in_turn_for("a_receive_killed_before_commit_never_runs_the_guest") {
         let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
         for step in ["kill-after-prepare", "kill-after-load"] {
             let (receive, address) = pair.godwit.receive(&pair.destination, &["--fault", step])?;
@@ -325,7 +326,8 @@ fn a_receive_killed_before_commit_never_runs_the_guest() -> anyhow::Result<()> {
 #[test]
 fn a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none() -> anyhow::Result<()> {
     // Mutation: the guardian of `receive` runs a guest that is loaded and that no COMMIT came for.
-    for build in builds_for("a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none")
+    for build in
+        builds_in_turn_for("a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none")
     {
         let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
         let place = BeaconPlace::find(pair.source.ram_file())?;
@@ -369,7 +371,7 @@ fn a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none() -> an
 fn a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian() -> anyhow::Result<()> {
     // Mutation: the guardian of `receive` does not finish what COMMIT asked for.
     for build in
-        builds_for("a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian")
+        builds_in_turn_for("a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian")
     {
         for step in ["kill-before-run", "kill-after-run"] {
             let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
@@ -402,7 +404,7 @@ fn disks_that_move_are_let_go_of() -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let image = || DiskImage::create("qcow2", ByteCount(64 << 20));
         let (from, to, again) = (image()?, image()?, image()?);
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
@@ -440,8 +442,9 @@ fn killed_with_its_guardian(pair: &Pair, address: &str, fault: &str) -> anyhow::
 #[test]
 fn what_a_killed_godwit_and_its_guardian_have_set_is_not_taken_for_the_operators()
 -> anyhow::Result<()> {
-    let builds =
-        builds_for("what_a_killed_godwit_and_its_guardian_have_set_is_not_taken_for_the_operators");
+    let builds = builds_in_turn_for(
+        "what_a_killed_godwit_and_its_guardian_have_set_is_not_taken_for_the_operators",
+    );
     for build in &builds {
         let mut pair = Pair::start(&VmConfig::new(build, GuestConfig::small(Mode::Rate)))?;
         let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;

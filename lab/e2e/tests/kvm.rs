@@ -10,8 +10,8 @@ use godwit_e2e::{
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, DISK_WORK, DiskImage, Ended, GuestConfig, QemuBuild, TestVm, VmConfig, at_most, images_for,
-    kvm_builds_for, skip,
+    Backend, DISK_WORK, DiskImage, Ended, GuestConfig, QemuBuild, TestVm, VmConfig, at_most,
+    images_for, kvm_builds_for, kvm_builds_in_turn_for, skip,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -55,7 +55,7 @@ fn check_arrived(pair: &mut Pair, migrate: &Ended) -> anyhow::Result<()> {
 }
 
 fn moves(test: &str, mode: Mode, backend: Backend, cpus: u32) -> anyhow::Result<()> {
-    for build in kvm_builds_for(test) {
+    for build in kvm_builds_in_turn_for(test) {
         let config = VmConfig { cpus, ..config(&build, mode, backend) };
         let mut pair = Pair::start(&config)?;
         let (migrate, _) = pair.migrate(&["--verify"])?;
@@ -86,7 +86,7 @@ fn anonymous_huge_pages_on_kvm_arrive_as_huge_pages() -> anyhow::Result<()> {
         skip(test, "this host gives no huge pages: /sys/kernel/mm/transparent_hugepage is 'never'");
         return Ok(());
     }
-    for build in kvm_builds_for(test) {
+    for build in kvm_builds_in_turn_for(test) {
         let mut pair = Pair::start(&config(&build, Mode::Idle, Backend::Anonymous))?;
         let fill = pair.source.config().guest.fill.0;
         let before = in_huge_pages(&pair.source)?;
@@ -104,7 +104,7 @@ fn anonymous_huge_pages_on_kvm_arrive_as_huge_pages() -> anyhow::Result<()> {
 #[test]
 fn a_guest_on_kvm_at_full_speed_is_throttled_and_arrives() -> anyhow::Result<()> {
     let test = "a_guest_on_kvm_at_full_speed_is_throttled_and_arrives";
-    for build in kvm_builds_for(test) {
+    for build in kvm_builds_in_turn_for(test) {
         let mut pair = Pair::start(&config(&build, Mode::Full, Backend::Anonymous))?;
         let throttled = ["--throttle", "direct", "--verify"];
         let (migrate, _) = pair.migrate(&[&SLOW[..], &throttled].concat())?;
@@ -117,7 +117,7 @@ fn a_guest_on_kvm_at_full_speed_is_throttled_and_arrives() -> anyhow::Result<()>
 #[test]
 fn a_guest_on_kvm_at_full_speed_is_governed_and_arrives() -> anyhow::Result<()> {
     let test = "a_guest_on_kvm_at_full_speed_is_governed_and_arrives";
-    for build in kvm_builds_for(test) {
+    for build in kvm_builds_in_turn_for(test) {
         let config = VmConfig { cpus: 2, ..config(&build, Mode::Full, Backend::Anonymous) };
         let mut pair = Pair::start(&config)?;
         let governed = ["--throttle", "governor", "--downtime-limit", "200ms", "--verify"];
@@ -138,7 +138,7 @@ fn a_disk_on_shared_storage_that_a_guest_on_kvm_writes() -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
-    for build in kvm_builds_for(test) {
+    for build in kvm_builds_in_turn_for(test) {
         let image = DiskImage::create("raw", DISK)?;
         let mut config = config(&build, Mode::Rate, Backend::Anonymous);
         config.guest.disk = DISK_WORK;
@@ -157,7 +157,7 @@ fn a_disk_moves_along_with_a_guest_on_kvm() -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
-    for build in kvm_builds_for(test) {
+    for build in kvm_builds_in_turn_for(test) {
         let images = [DiskImage::create("raw", DISK)?, DiskImage::create("raw", DISK)?];
         let mut config = config(&build, Mode::Rate, Backend::Anonymous);
         config.guest.disk = DISK_WORK;
@@ -215,7 +215,7 @@ fn await_speed(vm: &TestVm, free: u64) -> anyhow::Result<()> {
 #[test]
 fn a_guest_on_kvm_whose_move_is_cancelled_or_killed_runs_on_at_full_speed() -> anyhow::Result<()> {
     let test = "a_guest_on_kvm_whose_move_is_cancelled_or_killed_runs_on_at_full_speed";
-    for build in kvm_builds_for(test) {
+    for build in kvm_builds_in_turn_for(test) {
         let mut pair = Pair::start(&config(&build, Mode::Full, Backend::Anonymous))?;
         let free = fastest(&pair.source);
 
@@ -271,7 +271,7 @@ fn beyond_cpuid(vm: &mut TestVm) -> anyhow::Result<Option<&'static str>> {
 fn another_processor_is_refused_with_its_features_and_the_same_one_is_not() -> anyhow::Result<()> {
     // Mutation: switches that are in no word of CPUID are not compared. Then the last case moves.
     let test = "another_processor_is_refused_with_its_features_and_the_same_one_is_not";
-    for build in kvm_builds_for(test) {
+    for build in kvm_builds_in_turn_for(test) {
         let with =
             |cpu: &str| config(&build, Mode::Rate, Backend::Anonymous).with_extra(&["-cpu", cpu]);
         // Some hosts' KVM refuses what QEMU makes of MSR_IA32_ARCH_CAPABILITIES, and QEMU ends.
@@ -370,7 +370,7 @@ fn what_tracking_does_to_huge_pages() -> anyhow::Result<()> {
 
 /// Moves a guest on KVM so often in a row, each time into a new QEMU, with its memory compared.
 fn repeat(test: &str, times: usize) -> anyhow::Result<()> {
-    for build in kvm_builds_for(test) {
+    for build in kvm_builds_in_turn_for(test) {
         let mut config = VmConfig { cpus: 2, ..config(&build, Mode::Rate, Backend::Anonymous) };
         config.guest.rate = 50_000;
         let mut pair = Pair::start(&config)?;

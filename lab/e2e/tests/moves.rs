@@ -7,7 +7,7 @@ use godwit_e2e::{LIMIT, Pair, await_quit, check_moved, check_settings, oldest};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     BeaconPlace, DiskImage, GuestConfig, HugePages, Observer, QemuBuild, VmConfig, builds_for,
-    images_for,
+    builds_in_turn_for, images_for,
 };
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
@@ -17,7 +17,7 @@ const SHARED: ByteCount = ByteCount(32 << 20);
 
 /// Moves a guest with all witnesses.
 fn moves(test: &str, mode: Mode) -> anyhow::Result<()> {
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(mode)))?;
         let place = BeaconPlace::find(pair.source.ram_file())?;
         let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
@@ -119,7 +119,7 @@ fn several_vcpus_and_a_disk_on_shared_storage() -> anyhow::Result<()> {
     let image = std::env::temp_dir().join(format!("godwit-e2e-disk-{}", std::process::id()));
     std::fs::write(&image, vec![7; 1 << 20])?;
     let drive = format!("file={},if=virtio,format=raw", image.display());
-    for build in builds_for("several_vcpus_and_a_disk_on_shared_storage") {
+    for build in builds_in_turn_for("several_vcpus_and_a_disk_on_shared_storage") {
         let mut config = VmConfig::new(&build, GuestConfig::small(Mode::Full)).with_extra(&[
             "-drive",
             &drive,
@@ -139,7 +139,7 @@ fn several_vcpus_and_a_disk_on_shared_storage() -> anyhow::Result<()> {
 /// and go.
 #[test]
 fn several_vcpus_that_all_write() -> anyhow::Result<()> {
-    for build in builds_for("several_vcpus_that_all_write") {
+    for build in builds_in_turn_for("several_vcpus_that_all_write") {
         let mut guest = GuestConfig::small(Mode::Full);
         guest.build.jobs = 3;
         let mut config = VmConfig::new(&build, guest);
@@ -159,7 +159,7 @@ fn a_locked_disk_on_shared_storage_that_the_guest_writes() -> anyhow::Result<()>
     if !images_for(test) {
         return Ok(());
     }
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let image = DiskImage::create("raw", SHARED)?;
         let mut guest = GuestConfig::small(Mode::Rate);
         guest.disk =
@@ -181,7 +181,7 @@ fn a_locked_disk_on_shared_storage_that_the_guest_writes() -> anyhow::Result<()>
 #[test]
 fn a_guest_in_huge_pages() -> anyhow::Result<()> {
     let test = "a_guest_in_huge_pages";
-    let builds = builds_for(test);
+    let builds = builds_in_turn_for(test);
     // Source and destination, 256 MiB each.
     let Some(huge) = HugePages::for_test(test, ByteCount(512 << 20)) else { return Ok(()) };
     for build in builds {

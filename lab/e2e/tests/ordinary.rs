@@ -10,8 +10,8 @@ use godwit_e2e::{
 };
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    Backend, DiskImage, Godwit, GuestConfig, HugePages, Link, QemuBuild, TestVm, VmConfig,
-    at_most, builds_for, images_for, skip,
+    Backend, DiskImage, Godwit, GuestConfig, HugePages, Link, QemuBuild, TestVm, VmConfig, at_most,
+    builds_for, builds_in_turn_for, images_for, skip,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -24,7 +24,7 @@ fn config(build: &QemuBuild, mode: Mode, backend: Backend) -> VmConfig {
 }
 
 fn moves(test: &str, mode: Mode, backend: Backend) -> anyhow::Result<()> {
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let mut pair = Pair::start(&config(&build, mode, backend))?;
 
         let (migrate, receive) = pair.migrate(&["--verify"])?;
@@ -69,7 +69,7 @@ fn whatever_fails_the_guest_runs_on_with_its_disk() -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let image = DiskImage::create("raw", ByteCount(16 << 20))?;
         let mut pair = pair(&build, &image)?;
 
@@ -113,7 +113,9 @@ fn whatever_fails_the_guest_runs_on_with_its_disk() -> anyhow::Result<()> {
 
 #[test]
 fn a_source_that_is_kept_stands_and_a_paused_guest_arrives_paused() -> anyhow::Result<()> {
-    for build in builds_for("a_source_that_is_kept_stands_and_a_paused_guest_arrives_paused") {
+    for build in
+        builds_in_turn_for("a_source_that_is_kept_stands_and_a_paused_guest_arrives_paused")
+    {
         let mut pair = Pair::start(&config(&build, Mode::Rate, Backend::Anonymous))?;
         pair.source.qmp().execute("stop", serde_json::Value::Null)?;
         let (migrate, _) = pair.migrate(&["--verify", "--keep-source"])?;
@@ -129,7 +131,7 @@ fn a_source_that_is_kept_stands_and_a_paused_guest_arrives_paused() -> anyhow::R
 #[test]
 fn a_guest_moves_between_kinds_of_ram() -> anyhow::Result<()> {
     let kinds = [Backend::SharedFile, Backend::Anonymous, Backend::Memfd];
-    for build in builds_for("a_guest_moves_between_kinds_of_ram") {
+    for build in builds_in_turn_for("a_guest_moves_between_kinds_of_ram") {
         let config = |kind| config(&build, Mode::Rate, kind);
         let mut pair = Pair::start_apart(&config(kinds[0]), &config(kinds[1]))?;
         // The destination of each is the source of the next.
@@ -161,7 +163,7 @@ fn several_nodes_and_what_is_plugged_in_move() -> anyhow::Result<()> {
         "-device",
         "virtio-mem-pci,memdev=vmem0,requested-size=128M",
     ];
-    for build in builds_for("several_nodes_and_what_is_plugged_in_move") {
+    for build in builds_in_turn_for("several_nodes_and_what_is_plugged_in_move") {
         let config = config(&build, Mode::Rate, Backend::Nodes).with_extra(&plugged);
         let mut pair = Pair::start(&config)?;
         let (migrate, _) = pair.migrate(&["--verify"])?;
@@ -179,7 +181,7 @@ fn several_nodes_and_what_is_plugged_in_move() -> anyhow::Result<()> {
 fn a_guest_moves_into_huge_pages_and_out_of_them() -> anyhow::Result<()> {
     let test = "a_guest_moves_into_huge_pages_and_out_of_them";
     let small = GuestConfig::small(Mode::Rate).memory;
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let Some(_huge) = HugePages::for_test(test, small) else { return Ok(()) };
         let config = |backend| config(&build, Mode::Rate, backend);
         let mut pair = Pair::start_apart(&config(Backend::Anonymous), &config(Backend::HugeMemfd))?;
@@ -200,7 +202,7 @@ fn a_guest_moves_into_giant_pages_and_out_of_them() -> anyhow::Result<()> {
     // missing at the destination.
     let test = "a_guest_moves_into_giant_pages_and_out_of_them";
     let guest = GuestConfig { memory: ByteCount(1 << 30), ..GuestConfig::small(Mode::Rate) };
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let Some(huge) = HugePages::giant_for_test(test, ByteCount(2 << 30)) else {
             return Ok(());
         };
@@ -291,7 +293,7 @@ fn a_guest_with_anonymous_ram_moves_to_a_newer_qemu() -> anyhow::Result<()> {
 
 #[test]
 fn the_writes_of_a_guest_with_anonymous_ram_are_governed() -> anyhow::Result<()> {
-    for build in builds_for("the_writes_of_a_guest_with_anonymous_ram_are_governed") {
+    for build in builds_in_turn_for("the_writes_of_a_guest_with_anonymous_ram_are_governed") {
         let mut pair = Pair::start(&config(&build, Mode::Full, Backend::Anonymous))?;
         // So slow that the guest outruns it, however busy this host is.
         let slow = ["--max-bandwidth", "20MiB/s", "--compression", "none"];
@@ -308,7 +310,7 @@ fn the_writes_of_a_guest_with_anonymous_ram_are_governed() -> anyhow::Result<()>
 
 #[test]
 fn a_plan_tells_which_way_the_device_state_takes() -> anyhow::Result<()> {
-    for build in builds_for("a_plan_tells_which_way_the_device_state_takes") {
+    for build in builds_in_turn_for("a_plan_tells_which_way_the_device_state_takes") {
         for (backend, way) in [(Backend::Anonymous, "saving"), (Backend::SharedFile, "migration")] {
             let mut vm = TestVm::source(&config(&build, Mode::Idle, backend))?;
             vm.wait_ready(LIMIT)?;
@@ -326,7 +328,7 @@ fn a_plan_tells_which_way_the_device_state_takes() -> anyhow::Result<()> {
 #[test]
 fn a_vm_is_found_by_its_process() -> anyhow::Result<()> {
     // Mutation: sockets are not looked at for who is connected. Then the test's own is taken.
-    for build in builds_for("a_vm_is_found_by_its_process") {
+    for build in builds_in_turn_for("a_vm_is_found_by_its_process") {
         let mut vm = TestVm::source(&config(&build, Mode::Idle, Backend::Anonymous))?;
         vm.wait_ready(LIMIT)?;
         let name = format!("pid:{}", vm.pid());
@@ -359,7 +361,7 @@ fn a_vm_is_found_by_its_process() -> anyhow::Result<()> {
 
 #[test]
 fn every_step_is_told_to_who_asks() -> anyhow::Result<()> {
-    for build in builds_for("every_step_is_told_to_who_asks") {
+    for build in builds_in_turn_for("every_step_is_told_to_who_asks") {
         let mut pair = Pair::start(&config(&build, Mode::Idle, Backend::Anonymous))?;
         let (migrate, _) = pair.migrate(&["--log", "debug"])?;
         check_moved(&mut pair, &migrate)?;
@@ -378,7 +380,7 @@ fn disks_move_along_with_anonymous_ram() -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let image = || DiskImage::create("qcow2", ByteCount(48 << 20));
         let (from, to) = (image()?, image()?);
         let mut config = config(&build, Mode::Rate, Backend::Anonymous);
@@ -399,7 +401,7 @@ fn disks_move_along_with_anonymous_ram() -> anyhow::Result<()> {
 /// Moves a guest with anonymous RAM so often in a row, each time into a new QEMU, with its memory
 /// compared.
 fn repeat(test: &str, times: usize) -> anyhow::Result<()> {
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let config = config(&build, Mode::Rate, Backend::Anonymous);
         let mut pair = Pair::start(&config)?;
         for number in 1..=times {
@@ -440,7 +442,7 @@ fn a_source_keeps_the_rights_of_its_work_and_each_thread_those_of_its_own() -> a
         skip(test, "only root has rights to give up");
         return Ok(());
     }
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
         let user = build.as_user("nobody");
         let config = config.with_backend(Backend::Anonymous).with_extra(&[&user[0], &user[1]]);
@@ -473,7 +475,7 @@ fn five_capabilities_are_enough_for_a_qemu_of_another_user() -> anyhow::Result<(
         skip(test, "only root may give up capabilities");
         return Ok(());
     }
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         for backend in [Backend::Anonymous, Backend::SharedFile, Backend::Memfd] {
             let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
             let user = build.as_user("nobody");

@@ -10,7 +10,7 @@ use godwit_e2e::{
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     DiskImage, Ended, GuestConfig, Ports, QemuBuild, Running, TestVm, VmConfig, builds_for,
-    images_for,
+    builds_in_turn_for, images_for,
 };
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
@@ -114,7 +114,9 @@ fn await_new_count(vm: &TestVm, old: u64) -> anyhow::Result<()> {
 
 #[test]
 fn a_guest_that_powers_off_or_panics_and_its_qemu_with_it_has_ended() -> anyhow::Result<()> {
-    for build in builds_for("a_guest_that_powers_off_or_panics_and_its_qemu_with_it_has_ended") {
+    for build in
+        builds_in_turn_for("a_guest_that_powers_off_or_panics_and_its_qemu_with_it_has_ended")
+    {
         for (act, when, words) in [
             (Act::PowersOff, When::PreCopy, "the guest powered off"),
             (Act::PowersOff, When::Stopped, "the guest powered off"),
@@ -140,7 +142,8 @@ fn a_guest_that_powers_off_or_panics_and_its_qemu_with_it_has_ended() -> anyhow:
 
 #[test]
 fn a_guest_that_powered_off_or_panicked_and_is_kept_is_not_moved() -> anyhow::Result<()> {
-    for build in builds_for("a_guest_that_powered_off_or_panicked_and_is_kept_is_not_moved") {
+    for build in builds_in_turn_for("a_guest_that_powered_off_or_panicked_and_is_kept_is_not_moved")
+    {
         for (act, words, state) in [
             (Act::PowersOff, "the guest powered off and does not run any more", "shutdown"),
             (Act::Panics, "the guest panicked and does not run any more", "guest-panicked"),
@@ -170,7 +173,9 @@ fn a_guest_that_powered_off_or_panicked_and_is_kept_is_not_moved() -> anyhow::Re
 
 #[test]
 fn a_guest_that_ended_just_before_it_was_stopped_runs_on_neither_side() -> anyhow::Result<()> {
-    for build in builds_for("a_guest_that_ended_just_before_it_was_stopped_runs_on_neither_side") {
+    for build in
+        builds_in_turn_for("a_guest_that_ended_just_before_it_was_stopped_runs_on_neither_side")
+    {
         for (act, words) in
             [(Act::PowersOff, "the guest powered off"), (Act::Panics, "the guest panicked")]
         {
@@ -196,7 +201,7 @@ fn a_guest_that_ended_just_before_it_was_stopped_runs_on_neither_side() -> anyho
 
 #[test]
 fn a_guest_that_is_reset_boots_anew_and_moves() -> anyhow::Result<()> {
-    for build in builds_for("a_guest_that_is_reset_boots_anew_and_moves") {
+    for build in builds_in_turn_for("a_guest_that_is_reset_boots_anew_and_moves") {
         // When it has booted again, and while its firmware still runs.
         for booted in [true, false] {
             let mut acting = Acting::start(&build, &["-action", "reboot=reset"])?;
@@ -237,7 +242,9 @@ fn a_guest_that_is_reset_boots_anew_and_moves() -> anyhow::Result<()> {
 
 #[test]
 fn a_guest_that_is_reset_when_it_stands_still_stays_and_boots_anew() -> anyhow::Result<()> {
-    for build in builds_for("a_guest_that_is_reset_when_it_stands_still_stays_and_boots_anew") {
+    for build in
+        builds_in_turn_for("a_guest_that_is_reset_when_it_stands_still_stays_and_boots_anew")
+    {
         let mut acting = Acting::start(&build, &["-action", "reboot=reset"])?;
         let old = acting.pair.source.heartbeats().last().context("no heartbeat")?.heartbeat.n;
         let (migrate, _receive) = acting.migrate(When::Stopped)?;

@@ -11,7 +11,7 @@ use godwit_e2e::{LIMIT, Pair, check_moved};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, DiskImage, GuestConfig, Heard, Lan, QemuBuild, Silence, Style, TestVm, VmConfig,
-    builds_for, images_for, own_migration, skip,
+    builds_for, builds_in_turn_for, images_for, own_migration, skip,
 };
 use godwit_units::ByteCount;
 
@@ -63,7 +63,7 @@ fn a_connection_outlives_moves_of_a_guest_with_anonymous_ram() -> anyhow::Result
             return Ok(());
         }
     };
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
         let config = config.with_backend(Backend::Anonymous).with_extra(&["-device", "VGA"]);
         let mut pair = Pair::start_apart(&lan.attach(&config)?, &lan.attach(&config)?)?;

@@ -7,7 +7,8 @@ use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_untouched};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, builds_for, kvm_for,
+    DiskImage, Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, builds_for,
+    builds_in_turn_for, kvm_for,
 };
 use godwit_units::ByteCount;
 use serde_json::Value;
@@ -123,7 +124,7 @@ fn doctor(godwit: &Godwit, fits: &TestVm, differs: &TestVm, to: &str) -> anyhow:
 /// then takes the one that fits.
 #[test]
 fn a_plan_asks_the_destination() -> anyhow::Result<()> {
-    for build in builds_for("a_plan_asks_the_destination") {
+    for build in builds_in_turn_for("a_plan_asks_the_destination") {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
         let mut pair = Pair::start(&config)?;
         let mut two = config.clone();

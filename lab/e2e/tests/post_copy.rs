@@ -9,7 +9,8 @@ use godwit_e2e::{
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, Ended, GuestConfig, Link, Movable, QemuBuild, VmConfig, builds_for, kvm_builds_for,
+    Backend, Ended, GuestConfig, Link, Movable, QemuBuild, VmConfig, builds_for,
+    builds_in_turn_for, kvm_builds_in_turn_for,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -67,7 +68,7 @@ fn check_clean(pair: &mut Pair) -> anyhow::Result<()> {
 
 #[test]
 fn a_guest_leaves_at_once_and_its_memory_follows() -> anyhow::Result<()> {
-    for build in builds_for("a_guest_leaves_at_once_and_its_memory_follows") {
+    for build in builds_in_turn_for("a_guest_leaves_at_once_and_its_memory_follows") {
         let mut pair = Pair::start(&config(&build, Mode::Rate))?;
         let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
         check_followed(&mut pair, &migrate, &receive).with_context(|| build.to_string())?;
@@ -79,8 +80,22 @@ fn a_guest_leaves_at_once_and_its_memory_follows() -> anyhow::Result<()> {
 }
 
 #[test]
+fn a_guest_whose_memory_is_in_a_file_leaves_for_memory_of_its_own() -> anyhow::Result<()> {
+    for build in
+        builds_in_turn_for("a_guest_whose_memory_is_in_a_file_leaves_for_memory_of_its_own")
+    {
+        let own = config(&build, Mode::Rate);
+        let file = own.clone().with_backend(Backend::SharedFile);
+        let mut pair = Pair::start_apart(&file, &own)?;
+        let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
+        check_followed(&mut pair, &migrate, &receive).with_context(|| build.to_string())?;
+    }
+    Ok(())
+}
+
+#[test]
 fn a_guest_at_full_speed_leaves_after_a_round() -> anyhow::Result<()> {
-    for build in builds_for("a_guest_at_full_speed_leaves_after_a_round") {
+    for build in builds_in_turn_for("a_guest_at_full_speed_leaves_after_a_round") {
         let mut pair = Pair::start(&config(&build, Mode::Full))?;
         let options = ["--postcopy", "after 1", "--throttle", "off", "--downtime-limit", "20ms"];
         let (migrate, receive) = over(&pair, &options)?;
@@ -107,7 +122,7 @@ fn an_operator_has_a_guest_leave_by_post_copy() -> anyhow::Result<()> {
 
 #[test]
 fn a_link_that_is_cut_meanwhile_is_waited_for() -> anyhow::Result<()> {
-    for build in builds_for("a_link_that_is_cut_meanwhile_is_waited_for") {
+    for build in builds_in_turn_for("a_link_that_is_cut_meanwhile_is_waited_for") {
         let mut pair = Pair::start(&config(&build, Mode::Rate))?;
         let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
         let link = Link::to(&address)?;
@@ -141,7 +156,7 @@ fn known(pair: &Pair, vm: &dyn Movable) -> anyhow::Result<(String, bool)> {
 fn whoever_is_killed_meanwhile_is_followed_by_another() -> anyhow::Result<()> {
     // Mutations: the record goes with the process; it is not written; who follows counts its
     // attempts from the beginning.
-    for build in builds_for("whoever_is_killed_meanwhile_is_followed_by_another") {
+    for build in builds_in_turn_for("whoever_is_killed_meanwhile_is_followed_by_another") {
         println!("with {build}");
         let mut pair = Pair::start(&config(&build, Mode::Rate))?;
         let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
@@ -199,7 +214,9 @@ fn whoever_is_killed_meanwhile_is_followed_by_another() -> anyhow::Result<()> {
 #[test]
 fn a_guest_that_was_handed_over_and_not_run_is_run_by_who_follows() -> anyhow::Result<()> {
     // Mutation: who runs it is kept from that by who fetches its pages, which is itself.
-    for build in builds_for("a_guest_that_was_handed_over_and_not_run_is_run_by_who_follows") {
+    for build in
+        builds_in_turn_for("a_guest_that_was_handed_over_and_not_run_is_run_by_who_follows")
+    {
         let mut pair = Pair::start(&config(&build, Mode::Rate))?;
         let (receive, address) =
             pair.godwit.receive(&pair.destination, &["--fault", "kill-before-run"])?;
@@ -252,7 +269,7 @@ fn who_follows_may_leave_off_until_the_other_side_is_there() -> anyhow::Result<(
 
 #[test]
 fn under_kvm_the_kernel_waits_as_well() -> anyhow::Result<()> {
-    for build in kvm_builds_for("under_kvm_the_kernel_waits_as_well") {
+    for build in kvm_builds_in_turn_for("under_kvm_the_kernel_waits_as_well") {
         let guest = GuestConfig::small(Mode::Full);
         let config = VmConfig::new(&build, guest).with_backend(Backend::Anonymous).on_kvm();
         let mut pair = Pair::start(&config)?;

@@ -14,7 +14,7 @@ use godwit_e2e::{LIMIT, await_copying, await_quit, check_refused, oldest};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Godwit, GuestConfig, Movable, QemuBuild, Room, TestVm, VmConfig,
-    builds_for, images_for,
+    builds_for, builds_in_turn_for, images_for,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -217,7 +217,7 @@ fn a_disk_of_a_vm_of_proxmoxs_moves_along() -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         let image = || DiskImage::create("qcow2", ByteCount(48 << 20));
         let (from, to) = (image()?, image()?);
         let span = ByteCount(16 << 20);
@@ -247,7 +247,7 @@ fn a_disk_of_a_vm_of_proxmoxs_moves_along() -> anyhow::Result<()> {
 #[test]
 #[ignore = "takes half a minute: make test-long"]
 fn vms_of_proxmoxs_with_each_qemu() -> anyhow::Result<()> {
-    builds_for("vms_of_proxmoxs_with_each_qemu").iter().try_for_each(moves)
+    builds_in_turn_for("vms_of_proxmoxs_with_each_qemu").iter().try_for_each(moves)
 }
 
 #[test]

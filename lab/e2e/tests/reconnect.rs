@@ -7,7 +7,8 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched, oldest};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DiskImage, Ended, Godwit, GuestConfig, Link, Movable, Running, VmConfig, builds_for, images_for,
+    DiskImage, Ended, Godwit, GuestConfig, Link, Movable, Running, VmConfig, builds_for,
+    builds_in_turn_for, images_for,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -90,7 +91,7 @@ fn check_cost(migrate: &Ended) -> anyhow::Result<()> {
 
 #[test]
 fn a_move_is_taken_up_again_behind_a_cut() -> anyhow::Result<()> {
-    for build in builds_for("a_move_is_taken_up_again_behind_a_cut") {
+    for build in builds_in_turn_for("a_move_is_taken_up_again_behind_a_cut") {
         println!("with {build}");
         let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
         let this = Move::start(&pair.godwit, [&pair.source, &pair.destination], &[])?;
@@ -142,7 +143,7 @@ fn a_microvm_is_taken_up_again_behind_a_cut() -> anyhow::Result<()> {
 fn a_move_goes_on_by_another_address_with_more_connections() -> anyhow::Result<()> {
     // Mutations: the address is not taken; nor the number; one beyond this host is.
     let test = "a_move_goes_on_by_another_address_with_more_connections";
-    let Some(build) = builds_for(test).into_iter().next_back() else { return Ok(()) };
+    let Some(build) = builds_in_turn_for(test).into_iter().next_back() else { return Ok(()) };
     let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let (first, second) = (Link::to(&address)?, Link::to(&address)?);

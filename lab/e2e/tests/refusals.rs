@@ -9,12 +9,13 @@ use godwit_e2e::{LIMIT, Pair, check_moved, check_refused, check_untouched, oldes
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, Ended, Godwit, GuestConfig, Movable, QemuBuild, TestVm, VmConfig, builds_for,
+    builds_in_turn_for,
 };
 
 /// The config of a small guest for each QEMU: where the answer is QEMU's.
 fn configs(test: &str) -> Vec<VmConfig> {
     let config = |build| VmConfig::new(build, GuestConfig::small(Mode::Rate));
-    builds_for(test).iter().map(config).collect()
+    builds_in_turn_for(test).iter().map(config).collect()
 }
 
 /// The same for one QEMU, where any will do, or nothing where there is none.
@@ -93,7 +94,7 @@ fn a_disk_with_direct_io_and_a_stranger_in_memory() -> anyhow::Result<()> {
 #[test]
 fn a_stranger_in_the_destinations_memory() -> anyhow::Result<()> {
     // Mutation: `check_writers` is not asked at the destination.
-    for build in builds_for("a_stranger_in_the_destinations_memory") {
+    for build in builds_in_turn_for("a_stranger_in_the_destinations_memory") {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle));
         let destination = TestVm::destination(&config)?;
         let object = format!(

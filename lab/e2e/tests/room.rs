@@ -8,7 +8,8 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{Pair, check_moved, check_untouched, oldest};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, GuestConfig, MemoryGroup, Mount, QemuBuild, TestVm, VmConfig, builds_for, skip,
+    Backend, GuestConfig, MemoryGroup, Mount, QemuBuild, TestVm, VmConfig, builds_for,
+    builds_in_turn_for, skip,
 };
 
 fn config(build: &QemuBuild) -> VmConfig {
@@ -23,7 +24,7 @@ fn allocated(vm: &TestVm) -> anyhow::Result<u64> {
 #[test]
 fn a_tmpfs_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result<()> {
     let test = "a_tmpfs_too_small_for_all_of_the_guest_is_refused";
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         // The guest has 256 MiB and uses less, which would fit: it would die later, when it grows.
         let mount = match Mount::new("tmpfs", "size=240M") {
             Ok(mount) => mount,
@@ -130,7 +131,7 @@ fn available() -> anyhow::Result<u64> {
 fn a_host_too_small_for_all_of_a_guest_is_refused() -> anyhow::Result<()> {
     // Mutation: memory that no file holds is not counted. Then the guest is taken in.
     let test = "a_host_too_small_for_all_of_a_guest_is_refused";
-    for build in builds_for(test) {
+    for build in builds_in_turn_for(test) {
         // Memory that the guest could have plugged in, of which it has none.
         let size = 2 * available()? + 8;
         let most = format!("slots=1,maxmem={}G", size + 8);

@@ -9,7 +9,7 @@ use anyhow::ensure;
 use godwit_e2e::{Pair, check_moved, check_refused, check_untouched};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DiskImage, Ended, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for,
+    DiskImage, Ended, GuestConfig, QemuBuild, TestVm, VmConfig, builds_in_turn_for, images_for,
 };
 use godwit_units::ByteCount;
 use serde_json::json;
@@ -30,7 +30,7 @@ fn config(build: &QemuBuild, image: &DiskImage) -> VmConfig {
 }
 
 fn builds(test: &str) -> Vec<QemuBuild> {
-    if images_for(test) { builds_for(test) } else { Vec::new() }
+    if images_for(test) { builds_in_turn_for(test) } else { Vec::new() }
 }
 
 /// Checks that both sides refuse with all of `words`, and that neither QEMU was touched.

@@ -26,7 +26,7 @@ use serde_json::{Value, json};
 use crate::console::Console;
 use crate::guest::{GuestConfig, target_dir};
 use crate::leftovers::unique;
-use crate::qemu_build::{QemuBuild, told_builds};
+use crate::qemu_build::{QemuBuild, in_turn, told_builds};
 use crate::skip::kvm_for;
 
 /// What every vCPU prints when it waits.
@@ -183,4 +183,11 @@ pub fn kvm_builds_for(test: &str) -> Vec<QemuBuild> {
         return Vec::new();
     }
     told_builds(test)
+}
+
+/// The one of them that `test` runs with, as [`builds_in_turn_for`](crate::builds_in_turn_for)
+/// chooses it.
+#[must_use]
+pub fn kvm_builds_in_turn_for(test: &str) -> Vec<QemuBuild> {
+    in_turn(test, kvm_builds_for(test))
 }

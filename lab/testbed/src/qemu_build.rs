@@ -84,6 +84,31 @@ pub fn builds_for(test: &str) -> Vec<QemuBuild> {
     told_builds(test)
 }
 
+/// The QEMU that the test `test` runs with, for a test that holds for each: the same one in every
+/// run, and the other one for half of the tests. All of them where GODWIT_EACH_QEMU is set, which
+/// takes nearly twice as long.
+#[must_use]
+pub fn builds_in_turn_for(test: &str) -> Vec<QemuBuild> {
+    in_turn(test, builds_for(test))
+}
+
+/// One of `builds`, or all.
+pub(crate) fn in_turn(test: &str, builds: Vec<QemuBuild>) -> Vec<QemuBuild> {
+    if std::env::var_os("GODWIT_EACH_QEMU").is_some() {
+        return builds;
+    }
+    let turn = turn_of(test, builds.len());
+    builds.into_iter().skip(turn).take(1).collect()
+}
+
+/// Which of so many is for `test`.
+fn turn_of(test: &str, count: usize) -> usize {
+    let sum = test
+        .bytes()
+        .fold(0_usize, |sum, byte| sum.wrapping_mul(31).wrapping_add(usize::from(byte)));
+    sum % count.max(1)
+}
+
 /// All usable QEMUs; which of the two is missing is told aloud.
 pub(crate) fn told_builds(test: &str) -> Vec<QemuBuild> {
     let found = builds();
@@ -141,5 +166,13 @@ mod tests {
         // Without any, that was told already.
         assert_eq!(too_old(8, &[]), None);
         assert_eq!(builds_since(8, vec![qemu(7), qemu(10)], "of two"), [qemu(10)]);
+    }
+
+    #[test]
+    fn tests_take_turns_with_the_qemus_there_are() {
+        let of_two: usize = (0..100).map(|test| turn_of(&format!("test_{test}"), 2)).sum();
+        assert!((30..70).contains(&of_two), "{of_two}");
+        assert_eq!(turn_of("one", 2), turn_of("one", 2));
+        assert_eq!((turn_of("one", 1), turn_of("one", 0)), (0, 0));
     }
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use godwit_engine::vm::SourceVm;
 use godwit_qemu::QemuSource;
 use godwit_stamp::settings::Mode;
-use godwit_testbed::{GuestConfig, TestVm, VmConfig, builds_for};
+use godwit_testbed::{GuestConfig, TestVm, VmConfig, builds_in_turn_for};
 use godwit_track::{Approach, attach};
 use godwit_units::PageCount;
 use rustix::thread::CapabilitySet;
@@ -48,7 +48,7 @@ fn signals(vm: &TestVm) -> Vec<String> {
 
 #[test]
 fn kills_of_who_attaches_leave_qemu_as_it_was() {
-    for build in builds_for("kills_of_who_attaches_leave_qemu_as_it_was") {
+    for build in builds_in_turn_for("kills_of_who_attaches_leave_qemu_as_it_was") {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Full));
         let mut vm = ready(&config);
         let before = signals(&vm);
@@ -80,7 +80,7 @@ fn kills_of_who_attaches_leave_qemu_as_it_was() {
 
 #[test]
 fn a_sandboxed_qemu_is_tracked_with_the_right_to_suspend_filters_and_without() {
-    for build in builds_for("a_sandboxed_qemu_is_tracked") {
+    for build in builds_in_turn_for("a_sandboxed_qemu_is_tracked") {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Full));
         let mut vm = ready(&config.with_extra(&["-sandbox", SANDBOX]));
         let status = std::fs::read_to_string(format!("/proc/{}/status", vm.pid())).unwrap();

@@ -16,7 +16,7 @@ use godwit_engine::vm::{DestinationVm, DiskDestination, DiskVm, SourceVm};
 use godwit_qemu::{QemuDestination, QemuSource};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DiskImage, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, drained, images_for,
+    DiskImage, GuestConfig, QemuBuild, TestVm, VmConfig, builds_in_turn_for, drained, images_for,
 };
 use godwit_units::{ByteCount, PAGE_SIZE, PageRun};
 use serde_json::{Value, json};
@@ -33,7 +33,7 @@ struct Pair {
 
 /// QEMUs that the test `test` can run with.
 fn qemus(test: &str) -> Vec<QemuBuild> {
-    if images_for(test) { builds_for(test) } else { Vec::new() }
+    if images_for(test) { builds_in_turn_for(test) } else { Vec::new() }
 }
 
 fn name(place: usize) -> String {

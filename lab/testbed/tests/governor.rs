@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use godwit_engine::vm::{Brake, SourceVm};
 use godwit_qemu::QemuSource;
 use godwit_stamp::settings::Mode;
-use godwit_testbed::{GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, skip};
+use godwit_testbed::{GuestConfig, QemuBuild, TestVm, VmConfig, builds_in_turn_for, skip};
 use godwit_units::PageCount;
 
 const LIMIT: Duration = Duration::from_secs(120);
 
 #[test]
 fn a_guest_is_held_to_its_rate_and_let_go() {
-    for build in builds_for("a_guest_is_held_to_its_rate_and_let_go") {
+    for build in builds_in_turn_for("a_guest_is_held_to_its_rate_and_let_go") {
         let mut vm =
             TestVm::source(&VmConfig::new(&build, GuestConfig::small(Mode::Full))).unwrap();
         vm.wait_ready(LIMIT).unwrap();
@@ -60,7 +60,9 @@ fn a_guest_is_held_to_its_rate_and_let_go() {
 /// strangers', who never wait and cannot be throttled.
 #[test]
 fn a_qemu_in_a_pid_namespace_of_its_own_is_governed_and_throttled() {
-    for build in builds_for("a_qemu_in_a_pid_namespace_of_its_own_is_governed_and_throttled") {
+    for build in
+        builds_in_turn_for("a_qemu_in_a_pid_namespace_of_its_own_is_governed_and_throttled")
+    {
         // `unshare` is the process that the test knows; QEMU, its child, is number 1 in there.
         let script =
             std::env::temp_dir().join(format!("godwit-pid-namespace-{}", std::process::id()));

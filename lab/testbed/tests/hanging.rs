@@ -14,8 +14,8 @@ use godwit_engine::{Cancel, Interrupt};
 use godwit_qemu::{Limits, QemuSource};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, DiskImage, GuestConfig, QemuBuild, RemoteDisk, TestVm, VmConfig, builds_for, drained,
-    images_for,
+    Backend, DiskImage, GuestConfig, QemuBuild, RemoteDisk, TestVm, VmConfig, builds_in_turn_for,
+    drained, images_for,
 };
 use godwit_units::ByteCount;
 use rustix::process::{Pid, Signal, kill_process};
@@ -26,7 +26,7 @@ const SHORT: Duration = Duration::from_millis(600);
 
 /// QEMUs that the test `test` can run with.
 fn qemus(test: &str) -> Vec<QemuBuild> {
-    if images_for(test) { builds_for(test) } else { Vec::new() }
+    if images_for(test) { builds_in_turn_for(test) } else { Vec::new() }
 }
 
 /// A guest, and its disk on storage that hangs with a write on its way.

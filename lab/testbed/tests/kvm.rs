@@ -14,7 +14,7 @@ use godwit_stamp::stamp::Page;
 use godwit_stamp::workload::Order;
 use godwit_testbed::{
     Backend, BeaconPlace, GuestConfig, Mount, Observer, QemuBuild, Style, TestVm, VmConfig,
-    builds_since, kvm_builds_for, longest_pause, own_migration, skip,
+    builds_since, kvm_builds_for, kvm_builds_in_turn_for, longest_pause, own_migration, skip,
 };
 use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_vcpu_throttle::VcpuThrottle;
@@ -39,7 +39,7 @@ fn speed(vm: &TestVm) -> f64 {
 
 #[test]
 fn the_guest_on_kvm_works_in_every_mode() {
-    for build in kvm_builds_for("the_guest_on_kvm_works_in_every_mode") {
+    for build in kvm_builds_in_turn_for("the_guest_on_kvm_works_in_every_mode") {
         for (mode, cpus) in [(Mode::Idle, 1), (Mode::Rate, 2), (Mode::Mixed, 2), (Mode::Full, 4)] {
             let vm = ready(&build, mode, cpus);
             let beats = vm.wait_for_heartbeats_after(Instant::now(), 10, LIMIT).unwrap();
@@ -56,7 +56,7 @@ fn the_guest_on_kvm_works_in_every_mode() {
 
 #[test]
 fn a_guest_on_kvm_tells_of_damage() {
-    for build in kvm_builds_for("a_guest_on_kvm_tells_of_damage") {
+    for build in kvm_builds_in_turn_for("a_guest_on_kvm_tells_of_damage") {
         let vm = ready(&build, Mode::Rate, 1);
         let ram = File::options().read(true).write(true).open(vm.ram_file()).unwrap();
         // A page beyond the working set, which the guest only looks at.
@@ -97,7 +97,7 @@ fn memory_that_the_guest_has_not_used_is_not_there() {
 
 #[test]
 fn a_throttle_slows_a_guest_on_kvm() {
-    for build in kvm_builds_for("a_throttle_slows_a_guest_on_kvm") {
+    for build in kvm_builds_in_turn_for("a_throttle_slows_a_guest_on_kvm") {
         let vm = ready(&build, Mode::Full, 2);
         let free = speed(&vm);
         let mut throttle = VcpuThrottle::new(vm.pid(), vm.vcpu_threads());

@@ -15,7 +15,7 @@ use godwit_stamp::settings::Mode;
 use godwit_stamp::stamp::Page;
 use godwit_testbed::{
     BeaconPlace, GuestConfig, Observer, QemuBuild, Style, TestVm, VmConfig, builds_for,
-    longest_pause, own_migration, skip,
+    builds_in_turn_for, longest_pause, own_migration, skip,
 };
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -28,7 +28,7 @@ fn ready(build: &QemuBuild, mode: Mode) -> TestVm {
 
 #[test]
 fn the_guest_works_in_every_mode() {
-    for build in builds_for("the_guest_works_in_every_mode") {
+    for build in builds_in_turn_for("the_guest_works_in_every_mode") {
         for mode in [Mode::Idle, Mode::Rate, Mode::Full, Mode::Mixed] {
             let vm = ready(&build, mode);
             let beats = vm.wait_for_heartbeats_after(Instant::now(), 10, LIMIT).unwrap();
@@ -60,7 +60,7 @@ fn bytes(page: &Page) -> Vec<u8> {
 
 #[test]
 fn the_guest_tells_of_damage_done_to_its_memory() {
-    for build in builds_for("the_guest_tells_of_damage_done_to_its_memory") {
+    for build in builds_in_turn_for("the_guest_tells_of_damage_done_to_its_memory") {
         let vm = ready(&build, Mode::Rate);
         let ram = File::options().read(true).write(true).open(vm.ram_file()).unwrap();
         // Beyond the working set of 4096 pages nothing is ever written again.
@@ -124,7 +124,7 @@ fn qemus_own_migration_is_timed_from_outside() {
 
 #[test]
 fn a_qemu_that_does_not_start_is_told_in_its_own_words() {
-    for build in builds_for("a_qemu_that_does_not_start_is_told_in_its_own_words") {
+    for build in builds_in_turn_for("a_qemu_that_does_not_start_is_told_in_its_own_words") {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle))
             .with_extra(&["-device", "nonsense"]);
         let told = TestVm::source(&config).unwrap_err().to_string();
@@ -134,7 +134,7 @@ fn a_qemu_that_does_not_start_is_told_in_its_own_words() {
 
 #[test]
 fn nothing_stays_behind() {
-    for build in builds_for("nothing_stays_behind") {
+    for build in builds_in_turn_for("nothing_stays_behind") {
         let vm = TestVm::source(&VmConfig::new(&build, GuestConfig::small(Mode::Idle))).unwrap();
         let (pid, ram, socket) = (vm.pid(), vm.ram_file().to_owned(), vm.qmp_socket());
         assert!(ram.exists() && socket.exists());

@@ -13,7 +13,9 @@ use godwit_disk::DiskChoice;
 use godwit_engine::vm::{Brake, DiskVm, SourceVm};
 use godwit_qemu::QemuSource;
 use godwit_stamp::settings::Mode;
-use godwit_testbed::{GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, drained};
+use godwit_testbed::{
+    GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, builds_in_turn_for, drained,
+};
 use godwit_units::Rate;
 use godwit_vcpu_throttle::{VcpuThrottle, vcpu_time};
 
@@ -73,7 +75,7 @@ fn as_a_child() {
 
 #[test]
 fn a_killed_throttler_leaves_qemu_at_full_speed() {
-    for build in builds_for("a_killed_throttler_leaves_qemu_at_full_speed") {
+    for build in builds_in_turn_for("a_killed_throttler_leaves_qemu_at_full_speed") {
         let mut vm = ready(&build, 2);
         let free = speed(&vm);
         let numbers = [&[vm.pid()], vm.vcpu_threads()].concat();
@@ -109,7 +111,7 @@ fn a_killed_throttler_leaves_qemu_at_full_speed() {
 
 #[test]
 fn qemu_answers_under_a_throttle() {
-    for build in builds_for("qemu_answers_under_a_throttle") {
+    for build in builds_in_turn_for("qemu_answers_under_a_throttle") {
         let mut vm = ready(&build, 1);
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
         for share in [0.0, 0.5, 0.9, 0.99] {
@@ -134,7 +136,7 @@ fn qemu_answers_under_a_throttle() {
 
 #[test]
 fn a_throttle_ends_when_the_guest_stops_and_on_every_way_back() {
-    for build in builds_for("a_throttle_ends_when_the_guest_stops_and_on_every_way_back") {
+    for build in builds_in_turn_for("a_throttle_ends_when_the_guest_stops_and_on_every_way_back") {
         let mut vm = ready(&build, 1);
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
         for share in [0.0, 0.5, 0.9, 0.99] {
@@ -181,7 +183,7 @@ fn a_throttle_ends_when_the_guest_stops_and_on_every_way_back() {
 
 #[test]
 fn the_end_of_qemu_is_told_at_the_next_call() {
-    for build in builds_for("the_end_of_qemu_is_told_at_the_next_call") {
+    for build in builds_in_turn_for("the_end_of_qemu_is_told_at_the_next_call") {
         let mut vm = ready(&build, 1);
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
         source.throttle(0.9).unwrap();

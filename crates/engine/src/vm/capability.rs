@@ -323,8 +323,8 @@ pub trait PostCopyDestination {
     /// Throws away what is here of the pages in `missing`, one bitmap for each block of
     /// [`DestinationVm::ram`](super::DestinationVm::ram), and lets whoever accesses one wait until
     /// it is placed, devices and the kernel among them. Called behind
-    /// [`DestinationVm::prepare`](super::DestinationVm::prepare), before any device state is
-    /// written.
+    /// [`DestinationVm::prepare`](super::DestinationVm::prepare), before anything of device
+    /// state is written but its head, which says nothing of devices.
     ///
     /// # Errors
     /// When that is not possible. The guest then stays at the source.

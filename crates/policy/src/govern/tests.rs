@@ -127,6 +127,20 @@ fn three_rounds_in_a_row_that_do_not_shrink_end_it() {
 }
 
 #[test]
+fn a_guest_that_is_held_and_leaves_no_less_stays_held() {
+    let (guest, mut governor) = (Guest::default(), Governor::default());
+    let little = View { enough: 0.0, dirty_rate: 1000.0, ..view(&guest, 60_000.0, 10.0) };
+    for _ in 0..20 {
+        governor.round(&little, true, true);
+        assert_eq!((governor.budget(), governor.failed()), (Some(LEAST), false));
+        assert!(governor.is_at_its_least() && governor.is_at_its_end());
+    }
+    let unheld = View { dirty_rate: 1001.0, ..little };
+    (0..DEAF_ROUNDS).for_each(|_| governor.round(&unheld, true, true));
+    assert!(governor.failed());
+}
+
+#[test]
 fn a_machine_that_offers_it_no_longer_is_not_governed() {
     let (guest, mut governor) = (Guest::default(), Governor::default());
     governor.round(&view(&guest, 60_000.0, 10.0), true, true);

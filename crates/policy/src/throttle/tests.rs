@@ -319,7 +319,7 @@ fn the_least_throttle_that_fits_is_found() {
 #[test]
 fn a_throttle_is_needed_where_rounds_neither_finish_nor_shrink() {
     let (guest, throttle) = (Guest::default(), Throttle::default());
-    let needed = |view: View| throttle.is_needed(&view);
+    let needed = |view: View| throttle.is_needed(&view, false);
     assert!(needed(at_once(&guest, &BUSY, 60.0)));
     // It will not finish in time, but the next round leaves 63 %.
     assert!(!needed(at_once(&guest, &CALM, 60.0)));
@@ -331,6 +331,10 @@ fn a_throttle_is_needed_where_rounds_neither_finish_nor_shrink() {
     let in_time = |free_time| View { free_time, enough: 850.0, ..at_once(&guest, &class, 60.0) };
     assert!(!needed(in_time(1.9)));
     assert!(needed(in_time(1.8)));
+    // What the model says of the next round counts no more when the last ones brought nothing; that
+    // it is late does.
+    assert!(throttle.is_needed(&at_once(&guest, &CALM, 60.0), true));
+    assert!(!throttle.is_needed(&in_time(1.9), true));
 }
 
 #[test]

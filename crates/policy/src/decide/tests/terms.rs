@@ -267,16 +267,26 @@ fn before_the_strongest_throttle_is_in_force_it_is_not_hopeless() {
 }
 
 #[test]
-fn a_governor_in_force_is_waited_for() {
-    let settings = Settings { throttle: ThrottleMode::Governor, ..Settings::default() };
-    let mut policy = stuck(settings, 60, 3);
-    assert!(policy.is_hopeless(), "there is none");
-    policy.bandwidth.observe(PageCount(1000).bytes(), SECOND);
-    let mut governor = policy.governor.clone();
-    let view = policy.view(&CLASS, SECOND, PageCount(1000), policy.bandwidth.average());
-    governor.round(&view, true, true);
-    policy.governor = governor;
-    assert!(!policy.is_hopeless());
+fn a_governor_in_force_is_waited_for_unless_it_grants_the_least() {
+    let hopeless = |throttle, pages_a_second| {
+        let mut policy = stuck(Settings { throttle, ..Settings::default() }, 60, 3);
+        policy.bandwidth.observe(PageCount(pages_a_second).bytes(), SECOND);
+        let mut governor = policy.governor.clone();
+        let view = policy.view(&CLASS, SECOND, PageCount(1000), policy.bandwidth.average());
+        governor.round(&view, true, true);
+        policy.governor = governor;
+        policy.is_hopeless()
+    };
+    assert!(
+        stuck(Settings { throttle: ThrottleMode::Governor, ..Settings::default() }, 60, 3)
+            .is_hopeless(),
+        "there is none"
+    );
+    for mode in [ThrottleMode::Governor, ThrottleMode::Adaptive] {
+        assert!(!hopeless(mode, 100_000));
+        // Half of this link.
+        assert!(hopeless(mode, 1000));
+    }
 }
 
 #[test]
