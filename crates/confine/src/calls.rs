@@ -132,15 +132,19 @@ impl Calls {
         .only(libc::SYS_statx, &[Only::With { at: 2, bits: libc::AT_EMPTY_PATH as u64 }])
     }
 
-    /// The memory of process `pid`, and what its page tables say of it; pages of it that come
-    /// while it runs, by a userfaultfd that is there.
+    /// Pages that come while whoever has the memory runs, by a userfaultfd that is there.
+    #[must_use]
+    pub fn missing_pages(self) -> Self {
+        self.also(&[libc::SYS_poll, libc::SYS_ppoll])
+            .only(libc::SYS_ioctl, &USERFAULTFD.map(|value| Only::Value { at: 1, value }))
+    }
+
+    /// The memory of process `pid`, and what its page tables say of it.
     #[must_use]
     pub fn memory_of(self, pid: i32) -> Self {
-        self.also(&[libc::SYS_poll, libc::SYS_ppoll])
-            .only(libc::SYS_process_vm_readv, &[value(0, pid)])
+        self.only(libc::SYS_process_vm_readv, &[value(0, pid)])
             .only(libc::SYS_process_vm_writev, &[value(0, pid)])
             .only(libc::SYS_ioctl, &[Only::Value { at: 1, value: PAGEMAP_SCAN }])
-            .only(libc::SYS_ioctl, &USERFAULTFD.map(|value| Only::Value { at: 1, value }))
     }
 
     /// Connections that it makes itself: to a server of disks that has ended the last one.
@@ -199,7 +203,8 @@ mod tests {
 
     #[test]
     fn no_list_opens_or_runs_or_looks_into_anything() {
-        let all = Calls::of_any_thread().accepting().files().memory_of(1).connecting();
+        let all = Calls::of_any_thread().accepting().files().missing_pages();
+        let all = all.memory_of(1).connecting();
         for call in [
             libc::SYS_open,
             libc::SYS_openat,
@@ -241,7 +246,8 @@ mod tests {
 
     #[test]
     fn a_list_holds_each_use_once_and_fits_the_kernel() {
-        let calls = Calls::of_any_thread().accepting().connecting().files().memory_of(4711);
+        let calls = Calls::of_any_thread().accepting().connecting().files();
+        let calls = calls.missing_pages().memory_of(4711);
         assert_eq!(calls.allowed[&libc::SYS_fcntl].len(), 4);
         // BPF_MAXINSNS of linux/bpf_common.h.
         let filter = calls.filter().unwrap();

@@ -64,7 +64,7 @@ impl Cells {
 
     /// Of who places pages in `ram`.
     pub(crate) fn memory(&self, ram: &[RamBlock]) -> Result<Cell, EngineError> {
-        let mut calls = Calls::of_any_thread().streams().files();
+        let mut calls = Calls::of_any_thread().streams().files().missing_pages();
         let mut rights = Rights::NONE;
         for block in ram {
             if let Ok(Place::Process { pid, .. }) = block.place() {

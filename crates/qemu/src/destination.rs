@@ -368,7 +368,7 @@ impl DestinationVm for QemuDestination {
 
 impl PostCopyDestination for QemuDestination {
     fn cannot_await(&mut self) -> Option<String> {
-        post_copy::refusal(self.machine.pid, &self.ram)
+        post_copy::refusal(&mut self.machine, &self.ram)
     }
 
     fn await_pages(

@@ -16,7 +16,7 @@ use std::time::Duration;
 use godwit_bitmap::DirtyBitmap;
 use godwit_engine::vm::{ArrivingPages, DestinationVm, PostCopyDestination, RunError, VmError};
 use godwit_memory::{Place, RamBlock};
-use godwit_track::{Approach, MissingMeasures, MissingPages, has_userfaultfd};
+use godwit_track::{AddressSpace, Approach, MissingMeasures, MissingPages, has_userfaultfd};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -113,24 +113,60 @@ struct Written {
     blocks: Vec<Block>,
 }
 
-/// A RAM block, which is the process's own.
+/// A RAM block.
 #[derive(Serialize, Deserialize)]
 struct Block {
     name: String,
     bytes: u64,
+    /// Where the process has it.
     address: u64,
+    /// The file that holds it, and where in it.
+    #[serde(default)]
+    file: Option<(PathBuf, u64)>,
 }
 
-/// What [`LeftDestination::open`] reads: where process `pid` has `ram`, which is its own, and
-/// the number of its userfaultfd.
-pub(crate) fn words(pid: i32, userfaultfd: i32, ram: &[RamBlock]) -> String {
-    let block = |block: &RamBlock| match block.place() {
-        Ok(Place::Process { address, .. }) => {
-            Some(Block { name: block.name().to_owned(), bytes: block.pages().bytes().0, address })
+impl Block {
+    fn of(block: &RamBlock, space: &AddressSpace) -> Option<Self> {
+        let (name, bytes) = (block.name().to_owned(), block.pages().bytes().0);
+        let address = space.mappings_of(block).ok()?.first()?.address.0;
+        let file = match block.place() {
+            Ok(Place::File { offset, .. }) => block.path().map(|path| (path.to_owned(), offset)),
+            _ => None,
+        };
+        Some(Self { name, bytes, address, file })
+    }
+
+    /// Opens it in process `pid`. A file without a name is found by its address.
+    fn open(self, pid: i32, space: &AddressSpace) -> Result<RamBlock, QemuError> {
+        let size = ByteCount(self.bytes);
+        let named = self.file.and_then(|(path, offset)| {
+            let block = RamBlock::open(&self.name, &path, offset, size, false).ok()?;
+            // Another may have got the name since.
+            space.mappings_of(&block).is_ok().then_some(block)
+        });
+        match named {
+            Some(block) => Ok(block),
+            None => at_address(pid, self.name, size, self.address),
         }
-        _ => None,
-    };
-    let blocks = ram.iter().filter_map(block).collect();
+    }
+}
+
+/// The block of this name and size that process `pid` has at an address.
+fn at_address(
+    pid: i32,
+    name: String,
+    size: ByteCount,
+    address: u64,
+) -> Result<RamBlock, QemuError> {
+    let mut found = ram::blocks_at(pid, vec![(name, size, address)])?;
+    found.pop().ok_or(QemuError::NotFollowed { why: "its memory is not where it was" })
+}
+
+/// What [`LeftDestination::open`] reads: where process `pid` has `ram`, and the number of its
+/// userfaultfd.
+pub(crate) fn words(pid: i32, userfaultfd: i32, ram: &[RamBlock]) -> String {
+    let space = AddressSpace::of(pid).ok();
+    let blocks = ram.iter().filter_map(|block| Block::of(block, space.as_ref()?)).collect();
     let started = start_time(pid.unsigned_abs());
     serde_json::to_string(&Written { pid, started, userfaultfd, blocks }).unwrap_or_default()
 }
@@ -226,9 +262,9 @@ impl LeftDestination {
         if start_time(pid.unsigned_abs()) != started {
             return Err(QemuError::NotFollowed { why: "that QEMU has ended" });
         }
-        let place = |block: Block| (block.name, ByteCount(block.bytes), block.address);
-        let blocks = blocks.into_iter().map(place).collect();
-        let ram = Arc::new(ram::blocks_at(pid, blocks)?);
+        let space = AddressSpace::of(pid)?;
+        let blocks = blocks.into_iter().map(|block| block.open(pid, &space));
+        let ram = Arc::new(blocks.collect::<Result<Vec<_>, _>>()?);
         Ok(Self { pid, process, number, ram })
     }
 
@@ -384,8 +420,8 @@ mod tests {
         let memory = vec![7_u8; 3 << 12];
         let address = (memory.as_ptr() as u64).next_multiple_of(4096);
         let own = std::process::id().cast_signed();
-        let ram = ram::blocks_at(own, vec![("pc.ram".to_owned(), ByteCount(8192), address)]);
-        let words = words(own, 5, &ram.unwrap());
+        let ram = at_address(own, "pc.ram".to_owned(), ByteCount(8192), address).unwrap();
+        let words = words(own, 5, &[ram]);
         let left = LeftDestination::open(&words).unwrap();
         assert_eq!((left.pid, left.number, left.ram[0].name()), (own, 5, "pc.ram"));
         let mut bytes = [0; 4096];

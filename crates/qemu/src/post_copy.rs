@@ -1,40 +1,38 @@
 //! A QEMU whose guest runs before all of its pages have come: what stands against it, and getting
 //! its memory ready.
 //!
-//! It has to handle faults that the kernel takes on QEMU's behalf (`userfaultfd`), and its memory
-//! must be its own: the kernel lets nobody wait for pages of a file that another process has put
-//! there.
+//! It has to handle faults that the kernel takes on QEMU's behalf (`userfaultfd`). Its memory may be
+//! its own or a file, which no other process may have mapped: that one would wait for nothing, and
+//! fill holes with zeros.
 
 use std::sync::Arc;
 
 use godwit_bitmap::DirtyBitmap;
 use godwit_engine::vm::{ArrivingPages, Kept};
-use godwit_memory::{Place, RamBlock};
-use godwit_track::{Approach, MissingPages, may_trace};
+use godwit_memory::RamBlock;
+use godwit_track::{Approach, MissingPages, Writer, may_trace, other_writers};
 use godwit_units::ByteCount;
 
 use crate::machine::Machine;
 use crate::mark::LACKS;
 use crate::process::descriptors;
-use crate::{QemuError, left, userfaultfd};
+use crate::{QemuError, left, userfaultfd, vhost_user};
 
-/// Why nobody can wait for pages of process `pid`, with this RAM; `None` if one can. Touches
-/// nothing.
-pub(crate) fn refusal(pid: i32, ram: &[RamBlock]) -> Option<String> {
-    let kinds = ram.iter().find_map(|block| {
-        let name = block.name();
-        if block.has_huge_pages() {
-            return Some(format!(
-                "RAM block '{name}' is in huge pages: use memory-backend-ram, with transparent \
-                 huge pages if need be"
-            ));
-        }
-        let own = matches!(block.place(), Ok(Place::Process { pid: owner, .. }) if owner == pid);
-        (!own).then(|| format!("RAM block '{name}' is a file: use memory-backend-ram, or -m alone"))
+/// Why nobody can wait for pages of the RAM of a machine; `None` if one can. Touches nothing.
+pub(crate) fn refusal(machine: &mut Machine, ram: &[RamBlock]) -> Option<String> {
+    let pid = machine.pid;
+    let huge = ram.iter().find(|block| block.has_huge_pages());
+    let huge = huge.map(|block| {
+        format!(
+            "RAM block '{}' is in huge pages: use memory-backend-ram, with transparent huge pages \
+             if need be",
+            block.name()
+        )
     });
-    kinds
-        .or_else(|| may_trace(pid).err().map(|error| error.to_string()))
+    huge.or_else(|| may_trace(pid).err().map(|error| error.to_string()))
         .or_else(|| userfaultfd::refusal_of_faults(pid))
+        .or_else(|| other_writers(pid, ram).into_iter().next().map(refusal_of))
+        .or_else(|| vhost_user_refusal(machine))
         .or_else(|| {
             let all: ByteCount = ram.iter().map(|block| block.pages().bytes()).sum();
             (locked(pid) > all.0 / 2).then(|| {
@@ -51,6 +49,28 @@ pub(crate) fn refusal(pid: i32, ram: &[RamBlock]) -> Option<String> {
                 )
             })
         })
+}
+
+/// The back end of a vhost-user device maps the guest's memory when that begins to run.
+fn vhost_user_refusal(machine: &mut Machine) -> Option<String> {
+    let front = match vhost_user::fronts(machine) {
+        Ok(fronts) => fronts.into_iter().next()?,
+        Err(error) => return Some(error.to_string()),
+    };
+    Some(format!(
+        "{} '{}' has its back end in another process, which would find zeros where pages are still \
+         to come: use pre-copy",
+        front.kind, front.name
+    ))
+}
+
+/// Why the memory that `writer` has as well cannot follow its guest.
+fn refusal_of(writer: Writer) -> String {
+    let Writer { pid, command, block } = writer;
+    format!(
+        "process {pid} ({command}) has RAM block '{block}' as well, and would find zeros where pages \
+         are still to come: end it, or use pre-copy"
+    )
 }
 
 /// How much memory of process `pid` is locked (proc(5), VmLck).

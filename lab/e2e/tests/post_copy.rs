@@ -1,5 +1,7 @@
 //! Guests that run at the destination before all of their memory is there.
 
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -21,8 +23,15 @@ const SLOW: &[&str] =
 /// How long the link is away.
 const AWAY: Duration = Duration::from_secs(3);
 
+/// Memory of QEMU's own, and a file that it maps.
+const BACKENDS: [Backend; 2] = [Backend::Anonymous, Backend::SharedFile];
+
 fn config(build: &QemuBuild, mode: Mode) -> VmConfig {
-    let config = VmConfig::new(build, GuestConfig::small(mode)).with_backend(Backend::Anonymous);
+    config_in(build, Backend::Anonymous, mode)
+}
+
+fn config_in(build: &QemuBuild, backend: Backend, mode: Mode) -> VmConfig {
+    let config = VmConfig::new(build, GuestConfig::small(mode)).with_backend(backend);
     config.with_extra(&["-device", "VGA", "-device", "virtio-rng-pci"])
 }
 
@@ -68,10 +77,12 @@ fn check_clean(pair: &mut Pair) -> anyhow::Result<()> {
 
 #[test]
 fn a_guest_leaves_at_once_and_its_memory_follows() -> anyhow::Result<()> {
-    for build in builds_in_turn_for("a_guest_leaves_at_once_and_its_memory_follows") {
-        let mut pair = Pair::start(&config(&build, Mode::Rate))?;
+    let builds = builds_in_turn_for("a_guest_leaves_at_once_and_its_memory_follows");
+    for (build, backend) in builds.iter().flat_map(|build| BACKENDS.map(|kind| (build, kind))) {
+        let mut pair = Pair::start(&config_in(build, backend, Mode::Rate))?;
         let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
-        check_followed(&mut pair, &migrate, &receive).with_context(|| build.to_string())?;
+        let context = || format!("{build}, {backend:?}");
+        check_followed(&mut pair, &migrate, &receive).with_context(context)?;
         let downtime = migrate.last()["downtime_ms"].as_f64().context("no downtime")?;
         let time = migrate.last()["post_copy"]["time_ms"].as_f64().context("no time")?;
         println!("{build}: downtime {downtime:.1} ms, the rest within {time:.0} ms");
@@ -80,13 +91,13 @@ fn a_guest_leaves_at_once_and_its_memory_follows() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_guest_whose_memory_is_in_a_file_leaves_for_memory_of_its_own() -> anyhow::Result<()> {
-    for build in
-        builds_in_turn_for("a_guest_whose_memory_is_in_a_file_leaves_for_memory_of_its_own")
-    {
-        let own = config(&build, Mode::Rate);
-        let file = own.clone().with_backend(Backend::SharedFile);
-        let mut pair = Pair::start_apart(&file, &own)?;
+fn a_guest_leaves_from_a_file_for_memory_of_its_own_and_the_other_way() -> anyhow::Result<()> {
+    let test = "a_guest_leaves_from_a_file_for_memory_of_its_own_and_the_other_way";
+    let builds = builds_in_turn_for(test);
+    for (build, to) in builds.iter().flat_map(|build| BACKENDS.map(|kind| (build, kind))) {
+        let [own, file] = BACKENDS.map(|kind| config_in(build, kind, Mode::Rate));
+        let (from, to) = if to == Backend::SharedFile { (own, file) } else { (file, own) };
+        let mut pair = Pair::start_apart(&from, &to)?;
         let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
         check_followed(&mut pair, &migrate, &receive).with_context(|| build.to_string())?;
     }
@@ -96,7 +107,7 @@ fn a_guest_whose_memory_is_in_a_file_leaves_for_memory_of_its_own() -> anyhow::R
 #[test]
 fn a_guest_at_full_speed_leaves_after_a_round() -> anyhow::Result<()> {
     for build in builds_in_turn_for("a_guest_at_full_speed_leaves_after_a_round") {
-        let mut pair = Pair::start(&config(&build, Mode::Full))?;
+        let mut pair = Pair::start(&config_in(&build, Backend::SharedFile, Mode::Full))?;
         let options = ["--postcopy", "after 1", "--throttle", "off", "--downtime-limit", "20ms"];
         let (migrate, receive) = over(&pair, &options)?;
         check_followed(&mut pair, &migrate, &receive).with_context(|| build.to_string())?;
@@ -156,9 +167,10 @@ fn known(pair: &Pair, vm: &dyn Movable) -> anyhow::Result<(String, bool)> {
 fn whoever_is_killed_meanwhile_is_followed_by_another() -> anyhow::Result<()> {
     // Mutations: the record goes with the process; it is not written; who follows counts its
     // attempts from the beginning.
-    for build in builds_in_turn_for("whoever_is_killed_meanwhile_is_followed_by_another") {
-        println!("with {build}");
-        let mut pair = Pair::start(&config(&build, Mode::Rate))?;
+    let builds = builds_in_turn_for("whoever_is_killed_meanwhile_is_followed_by_another");
+    for (build, backend) in builds.iter().flat_map(|build| BACKENDS.map(|kind| (build, kind))) {
+        println!("with {build} and {backend:?}");
+        let mut pair = Pair::start(&config_in(build, backend, Mode::Rate))?;
         let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
         let options = [SLOW, &["--postcopy", "now"]].concat();
         let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
@@ -269,15 +281,44 @@ fn who_follows_may_leave_off_until_the_other_side_is_there() -> anyhow::Result<(
 
 #[test]
 fn under_kvm_the_kernel_waits_as_well() -> anyhow::Result<()> {
-    for build in kvm_builds_in_turn_for("under_kvm_the_kernel_waits_as_well") {
+    let builds = kvm_builds_in_turn_for("under_kvm_the_kernel_waits_as_well");
+    for (build, backend) in builds.iter().flat_map(|build| BACKENDS.map(|kind| (build, kind))) {
         let guest = GuestConfig::small(Mode::Full);
-        let config = VmConfig::new(&build, guest).with_backend(Backend::Anonymous).on_kvm();
+        let config = VmConfig::new(build, guest).with_backend(backend).on_kvm();
         let mut pair = Pair::start(&config)?;
         let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
         check_followed(&mut pair, &migrate, &receive).with_context(|| build.to_string())?;
         pair.destination.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
     }
     Ok(())
+}
+
+/// Another process that has mapped a file: a QEMU without a machine.
+struct Mapper(Child);
+
+impl Mapper {
+    fn of(build: &QemuBuild, file: &Path) -> anyhow::Result<Self> {
+        let size = std::fs::metadata(file)?.len();
+        let file = file.display();
+        let object = format!("memory-backend-file,id=other,size={size},mem-path={file},share=on");
+        let mut command = Command::new(&build.program);
+        command.args(["-machine", "none", "-display", "none", "-object", &object]);
+        let child = command.stdin(Stdio::null()).spawn().context("no other process")?;
+        let mapper = Self(child);
+        let (maps, until) = (format!("/proc/{}/maps", mapper.0.id()), Instant::now() + LIMIT);
+        while !std::fs::read_to_string(&maps)?.contains(&file.to_string()) {
+            ensure!(Instant::now() < until, "it does not map {file}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(mapper)
+    }
+}
+
+impl Drop for Mapper {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 #[test]
@@ -287,9 +328,15 @@ fn where_pages_cannot_be_waited_for_the_guest_does_not_leave() -> anyhow::Result
     let file = VmConfig::new(build, GuestConfig::small(Mode::Rate));
     let mut pair = Pair::start(&file.with_backend(Backend::SharedFile))?;
     let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
-    let migrate =
-        pair.godwit.migrate(&pair.source, &address, &[SLOW, &["--postcopy", "now"]].concat())?;
-    let migrate = migrate.wait(LIMIT)?;
-    check_refused(&migrate, 1, &["is a file: use memory-backend-ram"])?;
-    check_untouched(&mut pair.source)
+    // Another process, which does not wait, and would fill holes with zeros.
+    let mut other = Mapper::of(build, pair.destination.ram_file())?;
+    let options = [SLOW, &["--postcopy", "now"]].concat();
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
+    check_refused(&migrate, 1, &["has RAM block 'mem' as well", "end it, or use pre-copy"])?;
+    check_untouched(&mut pair.source)?;
+    other.0.kill()?;
+    other.0.wait()?;
+    let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
+    check_moved(&mut pair, &migrate)
 }
