@@ -167,8 +167,8 @@ impl Throttle {
 
     /// Whether a guest that is not slowed would keep this from finishing in time, and another round
     /// as it is would hardly leave less; or rounds are `stuck`, whatever the model says of the next
-    /// one. A guest that dirties nearly as much as the link carries, by fits and starts, leaves less
-    /// on average and never little enough.
+    /// one. A guest that dirties nearly as much as the link carries, by fits and starts, leaves
+    /// less on average and never little enough.
     pub(crate) fn is_needed(&self, view: &View, stuck: bool) -> bool {
         let link = view.link();
         let (later, _) = after_round(view.classes, view.unsent, link);
