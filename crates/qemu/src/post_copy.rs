@@ -1,9 +1,9 @@
 //! A QEMU whose guest runs before all of its pages have come: what stands against it, and getting
 //! its memory ready.
 //!
-//! It has to handle faults that the kernel takes on QEMU's behalf (`userfaultfd`). Its memory may be
-//! its own or a file, which no other process may have mapped: that one would wait for nothing, and
-//! fill holes with zeros.
+//! It has to handle faults that the kernel takes on QEMU's behalf (`userfaultfd`). Its memory may
+//! be its own or a file, which no other process may have mapped: that one would wait for nothing,
+//! and fill holes with zeros.
 
 use std::sync::Arc;
 
@@ -68,8 +68,8 @@ fn vhost_user_refusal(machine: &mut Machine) -> Option<String> {
 fn refusal_of(writer: Writer) -> String {
     let Writer { pid, command, block } = writer;
     format!(
-        "process {pid} ({command}) has RAM block '{block}' as well, and would find zeros where pages \
-         are still to come: end it, or use pre-copy"
+        "process {pid} ({command}) has RAM block '{block}' as well, and would find zeros where \
+         pages are still to come: end it, or use pre-copy"
     )
 }
 
