@@ -54,7 +54,7 @@ deb: ## make the Debian package: target/deb/godwit_VERSION_ARCHITECTURE.deb
 	@$(CARGO) run --quiet --package xtask -- deb
 
 .PHONY: test-long
-test-long: guest qemu previous nats ## the tests that make test leaves out: the same at many more moments (ten minutes)
+test-long: guest qemu previous nats ## the tests that make test leaves out: the same at many more moments (half an hour or more)
 	@$(CARGO) build $(TEST_BUILD)
 	@# The last one measures, and is run by its name.
 	@scripts/run-tests.sh --ignored --test-threads=1 --skip what_tracking_does_to_huge_pages

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Pair, await_copying, check_moved};
 use godwit_stamp::settings::Mode;
-use godwit_testbed::{Clock, Godwit, GuestConfig, Link, VmConfig, builds_in_turn_for};
+use godwit_testbed::{Clock, Godwit, GuestConfig, Link, VmConfig, builds_for};
 
 const DAY: i64 = 24 * 60 * 60;
 const SLOW: &[&str] =
@@ -15,7 +15,7 @@ const SLOW: &[&str] =
 fn a_guest_moves_whatever_the_clocks_of_both_sides_say() -> anyhow::Result<()> {
     // Mutation: a deadline, such as that of lost connections, goes by the time of day.
     let test = "a_guest_moves_whatever_the_clocks_of_both_sides_say";
-    let Some(build) = builds_in_turn_for(test).into_iter().next_back() else { return Ok(()) };
+    let Some(build) = builds_for(test).into_iter().next_back() else { return Ok(()) };
     for days in [-20 * 365, 20 * 365] {
         let clocks = [Clock::new()?, Clock::new()?];
         let [here, there] = [0, 1].map(|side: usize| Godwit::built().map(|it| clocks[side].of(it)));

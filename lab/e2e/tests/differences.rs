@@ -21,7 +21,7 @@ fn config(test: &str) -> anyhow::Result<Option<VmConfig>> {
 
 /// Both QEMUs, if they are here.
 fn both(test: &str) -> Option<[QemuBuild; 2]> {
-    let mut builds = builds_in_turn_for(test);
+    let mut builds = builds_for(test);
     builds.sort_by_key(|build| build.version);
     let found = <[QemuBuild; 2]>::try_from(builds).ok();
     if found.is_none() {

@@ -12,8 +12,7 @@ use anyhow::{Context, bail, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved, check_untouched};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DiskImage, GuestConfig, QemuBuild, SlowReads, TestVm, VmConfig, builds_in_turn_for, images_for,
-    soak,
+    DiskImage, GuestConfig, QemuBuild, SlowReads, TestVm, VmConfig, builds_for, images_for, soak,
 };
 use godwit_units::ByteCount;
 
@@ -47,7 +46,7 @@ fn config(image: &DiskImage, build: &QemuBuild, way: &str) -> VmConfig {
 #[test]
 fn what_lands_late_is_found() -> anyhow::Result<()> {
     let test = "what_lands_late_is_found";
-    let mut builds = if images_for(test) { builds_in_turn_for(test) } else { Vec::new() };
+    let mut builds = if images_for(test) { builds_for(test) } else { Vec::new() };
     if soak(0) == 0 {
         // In short, one QEMU will do.
         builds.truncate(1);
@@ -80,7 +79,7 @@ fn without_the_second_look_it_is_lost() -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
-    let Some(build) = builds_in_turn_for(test).pop() else { return Ok(()) };
+    let Some(build) = builds_for(test).pop() else { return Ok(()) };
     let image = image()?;
     let Some(slow) = SlowReads::for_test(test, &image.path(), READS) else {
         return Ok(());

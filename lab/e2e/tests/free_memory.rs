@@ -6,7 +6,8 @@ use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_refused};
 use godwit_stamp::settings::{BuildWork, Mode};
 use godwit_testbed::{
-    Godwit, GuestConfig, Link, MicroVm, Movable, TestVm, VmConfig, builds_in_turn_for, soak,
+    Godwit, GuestConfig, Link, MicroVm, Movable, TestVm, VmConfig, builds_for, builds_in_turn_for,
+    soak,
 };
 use godwit_units::ByteCount;
 use serde_json::Value;
@@ -243,7 +244,7 @@ fn what_a_linux_guest_reports_is_neither_sent_nor_held() -> anyhow::Result<()> {
 #[test]
 fn what_it_reports_while_it_moves_is_discarded() -> anyhow::Result<()> {
     let test = "what_it_reports_while_it_moves_is_discarded";
-    let Some(build) = builds_in_turn_for(test).into_iter().next() else { return Ok(()) };
+    let Some(build) = builds_for(test).into_iter().next() else { return Ok(()) };
     let config = linux(&build, REPORTING);
     let destination = TestVm::destination(&config)?;
     let source = TestVm::source(&config)?;
@@ -264,7 +265,7 @@ fn what_it_reports_while_it_moves_is_discarded() -> anyhow::Result<()> {
 #[test]
 fn a_plan_says_what_would_make_free_memory_known() -> anyhow::Result<()> {
     let test = "a_plan_says_what_would_make_free_memory_known";
-    let Some(build) = builds_in_turn_for(test).into_iter().next() else { return Ok(()) };
+    let Some(build) = builds_for(test).into_iter().next() else { return Ok(()) };
     let small =
         |extra: &[&str]| VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_extra(extra);
     let cases: [(&[&str], &str); 3] = [

@@ -10,7 +10,7 @@ use godwit_e2e::{LIMIT, Pair, check_moved, check_untouched, oldest};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, Godwit, GuestConfig, LibvirtGuest, LibvirtHost, MicroVm, Room, TestVm, VmConfig,
-    builds_for, builds_in_turn_for, kvm_for, libvirt_for, skip,
+    builds_for, kvm_for, libvirt_for, skip,
 };
 use serde_json::{Value, json};
 
@@ -37,7 +37,7 @@ fn check(vm: &Value, expected: &Value) -> anyhow::Result<()> {
 
 #[test]
 fn a_qemu_is_listed_as_it_is_and_does_not_notice() -> anyhow::Result<()> {
-    for build in builds_in_turn_for("a_qemu_is_listed_as_it_is_and_does_not_notice") {
+    for build in builds_for("a_qemu_is_listed_as_it_is_and_does_not_notice") {
         let guest = GuestConfig::small(Mode::Rate);
         let named = ["-name", "guest=listed,debug-threads=on"];
         let config = VmConfig::new(&build, guest).with_extra(&named);
@@ -74,7 +74,7 @@ fn a_qemu_is_listed_as_it_is_and_does_not_notice() -> anyhow::Result<()> {
 #[test]
 fn what_stands_against_a_move_is_told_and_by_whom_a_monitor_is_held() -> anyhow::Result<()> {
     let test = "what_stands_against_a_move_is_told_and_by_whom_a_monitor_is_held";
-    for build in builds_in_turn_for(test).into_iter().take(1) {
+    for build in builds_for(test).into_iter().take(1) {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle));
         let config = config.with_backend(Backend::Anonymous);
         let destination = TestVm::destination(&config)?;
@@ -178,7 +178,7 @@ fn a_microvm_is_listed_by_its_control_socket() -> anyhow::Result<()> {
 fn an_instance_of_incuss_is_named_and_moves_where_it_has_a_monitor_to_spare() -> anyhow::Result<()>
 {
     let test = "an_instance_of_incuss_is_named_and_moves_where_it_has_a_monitor_to_spare";
-    for build in builds_in_turn_for(test).into_iter().take(1) {
+    for build in builds_for(test).into_iter().take(1) {
         // As Incus writes it (its driver_qemu_config_template.go), but for what the test has.
         let room = Room::new()?;
         let place = room.dir().join("run/incus/v1");

@@ -247,7 +247,7 @@ fn a_disk_of_a_vm_of_proxmoxs_moves_along() -> anyhow::Result<()> {
 #[test]
 #[ignore = "takes half a minute: make test-long"]
 fn vms_of_proxmoxs_with_each_qemu() -> anyhow::Result<()> {
-    builds_in_turn_for("vms_of_proxmoxs_with_each_qemu").iter().try_for_each(moves)
+    builds_for("vms_of_proxmoxs_with_each_qemu").iter().try_for_each(moves)
 }
 
 #[test]

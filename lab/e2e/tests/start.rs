@@ -8,8 +8,7 @@ use godwit_e2e::{LIMIT, await_copying, await_quit, check_untouched, guardian_of_
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Ended, Godwit, GuestConfig, GuestFiles, QemuBuild, Room, Running,
-    StartedVm, StorageDaemon, TestVm, VmConfig, builds_for, builds_in_turn_for, images_for,
-    storage_daemon_for,
+    StartedVm, StorageDaemon, TestVm, VmConfig, builds_for, images_for, storage_daemon_for,
 };
 use godwit_units::ByteCount;
 use rustix::process::{Pid, Signal, kill_process};
@@ -133,7 +132,7 @@ fn a_destination_is_made_from_what_the_source_tells_and_the_next_from_that() -> 
 #[test]
 fn what_cannot_be_carried_is_refused_before_anything_is_started() -> anyhow::Result<()> {
     let test = "what_cannot_be_carried_is_refused_before_anything_is_started";
-    for build in builds_in_turn_for(test).into_iter().take(1) {
+    for build in builds_for(test).into_iter().take(1) {
         let ports = ["-device", "pcie-root-port,id=slot0", "-name", "guest=x,process=other"];
         let config = config(&build, Mode::Rate).with_extra(&ports);
         let mut vm = source(&config)?;

@@ -7,9 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched};
 use godwit_stamp::settings::Mode;
-use godwit_testbed::{
-    Ended, Godwit, GuestConfig, Movable, Running, TestVm, VmConfig, builds_for, builds_in_turn_for,
-};
+use godwit_testbed::{Ended, Godwit, GuestConfig, Movable, Running, TestVm, VmConfig, builds_for};
 use serde_json::Value;
 
 /// What would never end by itself.
@@ -317,7 +315,7 @@ fn a_migration_that_takes_too_long_is_cancelled_or_forced() -> anyhow::Result<()
 #[test]
 fn a_migration_works_on_the_processors_it_was_given() -> anyhow::Result<()> {
     let test = "a_migration_works_on_the_processors_it_was_given";
-    let Some(build) = builds_in_turn_for(test).pop() else { return Ok(()) };
+    let Some(build) = builds_for(test).pop() else { return Ok(()) };
     let pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Full)))?;
     let (given, before) = (["--cpus", "0", "--nice", "7"], processors(pair.source.pid())?);
     let (receive, address) = pair.godwit.receive(&pair.destination, &given)?;

@@ -2,7 +2,7 @@
 
 /// The variables that say so.
 const AT_MOST: &str = "GODWIT_AT_MOST";
-const VARIABLE: &str = "GODWIT_SOAK";
+const SOAK: &str = "GODWIT_SOAK";
 
 /// The number in GODWIT_SOAK, as `make soak-tests` sets it, or `short` where there is none: in
 /// `make test`.
@@ -11,11 +11,11 @@ const VARIABLE: &str = "GODWIT_SOAK";
 /// When the variable holds anything else.
 #[must_use]
 pub fn soak(short: usize) -> usize {
-    number_in(VARIABLE).unwrap_or(short)
+    number_in(SOAK).unwrap_or(short)
 }
 
 /// `full`, or the number in GODWIT_AT_MOST where that is smaller: what `.ci/run` grants each test
-/// of `make test-long`, so that CI has made each of them and still ends within the hour.
+/// of `make test-long`, so that CI has made each of them and still ends in time.
 ///
 /// # Panics
 /// When the variable holds anything but a number.
