@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_units::Rate;
+use rustix::io::ioctl_fionread;
 
 const SILENCE_LIMIT: Duration = Duration::from_secs(30);
 const CHUNK: usize = 256 << 10;
@@ -20,9 +21,14 @@ pub(crate) fn throughput(
 ) -> anyhow::Result<Rate> {
     std::thread::scope(|scope| {
         scope.spawn(|| send_until_closed(sender));
-        let received = receive_for(receiver, start)
-            .and_then(|_| Ok((Instant::now(), receive_for(receiver, time)?)))
-            .map(|(began, bytes)| (began.elapsed(), bytes));
+        let received = receive_for(receiver, start).and_then(|_| {
+            // A receiver that is held up finds afterwards what had come before: that was carried
+            // when it came.
+            let (began, waiting) = (Instant::now(), ioctl_fionread(receiver)?);
+            let bytes = receive_for(receiver, time)?;
+            let (took, left) = (began.elapsed(), ioctl_fionread(receiver)?);
+            Ok((took, (bytes + left).saturating_sub(waiting)))
+        });
         // Whatever has become of it, nobody sends on.
         for end in [sender, receiver] {
             let _ = end.shutdown(Shutdown::Both);
