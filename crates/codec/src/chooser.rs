@@ -19,10 +19,11 @@
 //! Each segment remembers its ratios. Samples of a segment that stays as it is become rare. A
 //! segment that does not compress is thus bypassed at next to no cost.
 //!
-//! The link is learned from raw pages at the start (unless there is a limit, which is believed
-//! until seen otherwise), and from every window in which the thread waited. While the thread is
-//! busy compressing, the link could be faster than anyone sees; so now and then a few MiB are sent
-//! raw.
+//! The link is learned from raw pages at the start, and from every window in which the thread
+//! waited. Unless there is a limit, which is believed until seen otherwise, or a round trip so long
+//! that the connection begins slowly whatever the link is: then pages are compressed until the
+//! thread was seen not to wait. While the thread is busy compressing, the link could be faster than
+//! anyone sees; so now and then a few MiB are sent raw.
 
 mod cost;
 mod link;
@@ -250,6 +251,22 @@ impl Chooser {
     /// be slower still, which is found out.
     pub fn limit(&mut self, bytes_per_second: Option<f64>) {
         self.link.limit(bytes_per_second);
+    }
+
+    /// Takes in how long a round trip over the connection takes, before the first batch.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use godwit_codec::{Chooser, Codec, CodecId, Step};
+    ///
+    /// let mut chooser = Chooser::new(1, &CodecId::ALL);
+    /// chooser.round_trip(Duration::from_micros(100));
+    /// assert_eq!(chooser.step(0), Step::Send(Codec::None));
+    /// chooser.round_trip(Duration::from_millis(40));
+    /// assert!(matches!(chooser.step(0), Step::Sample(_)));
+    /// ```
+    pub fn round_trip(&mut self, round_trip: Duration) {
+        self.link.round_trip(round_trip.as_secs_f64());
     }
 
     /// Bytes a second that the connection drains, as far as is known.

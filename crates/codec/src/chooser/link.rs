@@ -11,6 +11,11 @@ use super::cost::COUNT;
 
 /// Bytes that the buffers of both sockets may swallow.
 const SLACK: usize = 4 << 20;
+/// Round trips within which a connection cannot carry more than [`SLACK`], however fast the link
+/// is: it begins with ten segments in flight, and doubles them with each (RFC 6928, RFC 5681).
+const SLOW_START: f64 = 8.0;
+/// A connection that carries so much from the start is not worth a thought.
+const FAST: f64 = 1e9;
 /// A window ends with so many bytes on the wire (the first few with a quarter),
 const WINDOW: usize = 4 << 20;
 /// or after so many seconds.
@@ -18,8 +23,12 @@ const WINDOW_SECONDS: f64 = 0.03;
 /// The share of a window's time that the thread waited, from which on the link (or the receiver)
 /// was the limit.
 const WAITED: f64 = 0.15;
-/// Bytes of pages between two probes of the link with raw pages.
-const PROBE_EVERY: u64 = 512 << 20;
+/// Bytes of pages between two probes of the link with raw pages; doubled by each that finds what
+/// was known. A connection over a long way becomes faster for seconds.
+const FIRST_PROBE: u64 = 64 << 20;
+const LAST_PROBE: u64 = 512 << 20;
+/// A link that is so many times as fast as it was known to be is looked at again soon.
+const FASTER: f64 = 1.25;
 
 /// A receiver takes so many times the sender's processor time for a page, compressing apart: it
 /// checks, places and allocates it, and on a host of few processors shares them.
@@ -43,6 +52,10 @@ pub(super) struct Link {
     rate: Option<f64>,
     /// What it may be at the most, by the operator's word.
     limit: Option<f64>,
+    /// What it carries as it begins, until something was seen of it.
+    guess: Option<f64>,
+    /// Bytes, behind the slack, for which the thread did not wait as long as there was a guess.
+    taken: u64,
     /// Whether two windows in a row have seen the same: until then buffers may have swallowed more
     /// than the slack.
     agreed: bool,
@@ -57,6 +70,7 @@ pub(super) struct Link {
     slack: usize,
     probing: bool,
     since_probe: u64,
+    probe_after: u64,
     /// The codec of nearly all of the window before.
     ruled: Option<usize>,
     /// Bytes on the wire until what drains is of that codec.
@@ -71,6 +85,8 @@ impl Default for Link {
         Self {
             rate: None,
             limit: None,
+            guess: None,
+            taken: 0,
             agreed: false,
             worth: [1.0; COUNT],
             proved: [false; COUNT],
@@ -79,6 +95,7 @@ impl Default for Link {
             slack: SLACK,
             probing: false,
             since_probe: 0,
+            probe_after: FIRST_PROBE,
             ruled: None,
             unsettled: 0,
             fresh: [0; COUNT],
@@ -87,8 +104,14 @@ impl Default for Link {
 }
 
 impl Link {
+    /// Bytes a second, as far as they are known or may be guessed.
     pub(super) fn rate(&self) -> Option<f64> {
-        self.rate.filter(|_| self.agreed)
+        self.rate.filter(|_| self.agreed).or(self.guess)
+    }
+
+    /// Begins with a guess from the seconds of a round trip.
+    pub(super) fn round_trip(&mut self, seconds: f64) {
+        self.guess = Some(SLACK as f64 / (SLOW_START * seconds)).filter(|guess| *guess < FAST);
     }
 
     /// Begins with `limit` where there is one; without, the link has to be seen.
@@ -106,7 +129,7 @@ impl Link {
 
     /// Seconds that the link takes for what a byte of pages becomes.
     pub(super) fn seconds(&self, candidate: usize, ratio: f64) -> f64 {
-        let Some(rate) = self.rate else { return 0.0 };
+        let Some(rate) = self.rate.or(self.guess) else { return 0.0 };
         let wire = ratio / (rate * self.worth[candidate]);
         if self.proved[candidate] || self.other[0].is_nan() {
             return wire;
@@ -152,6 +175,15 @@ impl Link {
         }
         let rate = window.wire as f64 / window.elapsed;
         let waited = window.cpu < window.elapsed * (1.0 - WAITED);
+        if !waited && !self.agreed && self.guess.is_some() {
+            // Buffers larger than the slack, or a link that is faster than what was sent: then raw
+            // pages are to tell by how much.
+            self.taken += window.wire;
+            if self.taken >= SLACK as u64 {
+                (self.guess, self.rate, self.ruled, self.slack) = (None, None, None, SLACK);
+            }
+            return;
+        }
         // The codec of nearly all of the window; where there is none, only the link as a whole can
         // be judged.
         let ruling = (0..COUNT).find(|c| window.raw[*c] * 10 >= total * 9);
@@ -169,12 +201,18 @@ impl Link {
             // What drained is what the buffers still held, of another codec.
             return;
         }
-        match (ruling, self.rate) {
+        let before = self.rate;
+        match (ruling, before) {
             (_, None) => self.rate = Some(rate),
             (_, Some(old)) if !self.agreed => {
                 self.agreed = (old * 0.8..old * 1.25).contains(&rate);
                 self.rate = Some(rate);
-                self.fresh = [TRIALS; COUNT];
+                if self.agreed {
+                    self.guess = None;
+                }
+                if ruling == Some(0) {
+                    self.fresh = [TRIALS; COUNT];
+                }
             }
             (Some(0), Some(old)) => {
                 // Without waiting the link could do more: what was seen before may still hold.
@@ -207,12 +245,17 @@ impl Link {
                 self.rate = Some(old.max(rate / worth));
             }
         }
+        if self.probing {
+            let faster = before.is_some_and(|before| rate > before * FASTER);
+            let next = if faster { FIRST_PROBE } else { self.probe_after * 2 };
+            self.probe_after = next.min(LAST_PROBE);
+        }
         let doubtful = ruling.is_some_and(|codec| self.worth[codec] < 0.7);
         if self.probing {
             (self.probing, self.since_probe) = (false, 0);
         } else if ruling == Some(0) {
             self.since_probe = 0;
-        } else if self.since_probe >= PROBE_EVERY && (!waited || doubtful) {
+        } else if self.since_probe >= self.probe_after && (!waited || doubtful) {
             (self.probing, self.slack) = (true, SLACK);
         }
     }

@@ -30,12 +30,24 @@ struct Link {
     bytes_per_second: f64,
     /// Seconds that the receiver takes for a byte of pages.
     place: f64,
+    round_trip: Duration,
 }
 
-const LOOPBACK: Link = Link { bytes_per_second: 3.0e9, place: 0.30e-9 };
-const SLOW_RECEIVER: Link = Link { bytes_per_second: 3.0e9, place: 1.5e-9 };
-const GIGABIT: Link = Link { bytes_per_second: 117.0e6, place: 0.30e-9 };
-const TENTH: Link = Link { bytes_per_second: 11.7e6, place: 0.30e-9 };
+impl Link {
+    /// What it carries when it has carried `sent` bytes: in slow start ten segments in the first
+    /// round trip, and twice as many in each that follows.
+    fn carries(&self, sent: f64) -> f64 {
+        let first = 14_600.0;
+        let round = (sent / first + 1.0).log2().floor();
+        (first * round.exp2() / self.round_trip.as_secs_f64()).min(self.bytes_per_second)
+    }
+}
+
+const NEAR: Duration = Duration::from_micros(100);
+const LOOPBACK: Link = Link { bytes_per_second: 3.0e9, place: 0.30e-9, round_trip: NEAR };
+const SLOW_RECEIVER: Link = Link { bytes_per_second: 3.0e9, place: 1.5e-9, round_trip: NEAR };
+const GIGABIT: Link = Link { bytes_per_second: 117.0e6, place: 0.30e-9, round_trip: NEAR };
+const TENTH: Link = Link { bytes_per_second: 11.7e6, place: 0.30e-9, round_trip: NEAR };
 
 /// One channel, in virtual time.
 struct Model {
@@ -45,6 +57,7 @@ struct Model {
     /// What is in the socket buffers: when it leaves them, and how many bytes.
     queue: VecDeque<(f64, usize)>,
     queued: usize,
+    carried: f64,
     rng: fastrand::Rng,
 }
 
@@ -56,6 +69,7 @@ impl Model {
             receiver_free: 0.0,
             queue: VecDeque::new(),
             queued: 0,
+            carried: 0.0,
             rng: fastrand::Rng::with_seed(1),
         }
     }
@@ -74,7 +88,13 @@ impl Model {
             self.now = self.now.max(leaves);
             self.queued -= bytes;
         }
-        self.link_free = self.link_free.max(self.now) + wire as f64 / link.bytes_per_second;
+        let mut rest = wire as f64;
+        self.link_free = self.link_free.max(self.now);
+        while rest > 0.0 {
+            let piece = rest.min(f64::from(1 << 14));
+            self.link_free += piece / link.carries(self.carried);
+            (self.carried, rest) = (self.carried + piece, rest - piece);
+        }
         let unpack = if wire < raw { 0.4e-9 } else { 0.0 };
         self.receiver_free =
             self.receiver_free.max(self.link_free) + raw as f64 * (link.place + unpack);
@@ -119,6 +139,7 @@ fn fixed(link: Link, memory: Memory<'_>, candidate: usize) -> f64 {
 fn auto(link: Link, memory: Memory<'_>) -> f64 {
     let mut model = Model::new();
     let mut chooser = Chooser::new(SEGMENTS, &CodecId::ALL);
+    chooser.round_trip(link.round_trip);
     for segment in 0..SEGMENTS {
         let data = memory(segment);
         let raw = (BATCH as f64 * data.filled) as usize;
@@ -194,6 +215,34 @@ fn never_a_tenth_slower_than_the_best_fixed_choice() {
     assert!(worst("100 Mbit/s", TENTH) <= 1.10);
     assert!(worst("10 Gbit/s", Link { bytes_per_second: 1.17e9, ..LOOPBACK }) <= 1.10);
     assert!(worst("300 MB/s", Link { bytes_per_second: 300e6, ..LOOPBACK }) <= 1.10);
+}
+
+#[test]
+fn a_guess_by_the_round_trip_costs_nothing_where_it_is_wrong() {
+    let round_trip = Duration::from_millis(40);
+    assert!(worst("long, 100 Mbit/s", Link { round_trip, ..TENTH }) <= 1.01);
+    assert!(worst("long, 1 Gbit/s", Link { round_trip, ..GIGABIT }) <= 1.10);
+    // The connection becomes faster for a quarter of the time, and is looked at now and then.
+    assert!(worst("long, 3 GB/s", Link { round_trip, ..LOOPBACK }) <= 1.15);
+}
+
+#[test]
+fn a_guess_that_is_too_low_is_given_up() {
+    let mut chooser = Chooser::new(1, &CodecId::ALL);
+    chooser.round_trip(Duration::from_millis(40));
+    assert!(matches!(chooser.step(0), Step::Sample(_)));
+    let elapsed = Duration::from_micros(400);
+    // The first are swallowed by buffers, whatever the link is.
+    let compressed = Batch {
+        codec: Codec::Zstd { level: 1 },
+        wire: BATCH / 4,
+        compress: elapsed,
+        ..raw_batch(elapsed, elapsed)
+    };
+    (0..4 * (4 << 20) / BATCH).for_each(|_| chooser.batch(&compressed));
+    assert!(chooser.link_rate().is_some(), "as before");
+    (0..4 * (4 << 20) / BATCH).for_each(|_| chooser.batch(&compressed));
+    assert_eq!((chooser.link_rate(), chooser.step(0)), (None, Step::Send(Codec::None)));
 }
 
 #[test]
