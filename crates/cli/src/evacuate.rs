@@ -18,6 +18,7 @@ mod live;
 mod shared;
 mod tell;
 
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::mpsc::Receiver as Requests;
@@ -140,6 +141,11 @@ pub(crate) struct Arguments {
     #[arg(long, group = "steer", conflicts_with_all = ["list", "resume"])]
     #[arg(value_name = "KEY=VALUE", value_delimiter = ',')]
     set: Vec<Limit>,
+
+    /// The most processor time for all moves together on this host, 100%: one processor; each
+    /// gets as much of it as of the bandwidth
+    #[arg(long, value_name = "PERCENT", conflicts_with = "resume", value_parser = percent)]
+    cpu_budget: Option<NonZeroU32>,
 
     /// Have each move work on these processors of the host only, as in 0-3,8; for VMs of QEMU's
     #[arg(long, value_name = "LIST", conflicts_with = "resume")]
@@ -429,12 +435,19 @@ fn planned(arguments: &Arguments) -> anyhow::Result<Plan> {
         );
     }
     plan.options = options(arguments);
+    plan.cpu_percent = arguments.cpu_budget;
     let (vms, destinations, source) = plan.inventory();
     let mut evacuation = Evacuation::new(vms, destinations, vec![source]);
     plan.forecast_seconds = run_virtually(&mut evacuation, &mut NoFaults).seconds;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     plan.began_ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
     Ok(plan)
+}
+
+/// A percentage, with or without its sign.
+fn percent(text: &str) -> Result<NonZeroU32, String> {
+    let number = text.strip_suffix('%').unwrap_or(text);
+    number.parse().map_err(|_| "use a whole number from 1, such as 150%".to_owned())
 }
 
 /// What each `godwit migrate` is told besides what is its own.
@@ -463,6 +476,9 @@ mod tests {
         let words = ["evacuate", "l", "--cpus", "3,0-1", "--hook-after", "a b", "--", "--verify"];
         let line = Line::try_parse_from(words).unwrap();
         assert_eq!(options(&line.arguments), ["--cpus=0-1,3", "--hook-after=a b", "--verify"]);
+        let budget = |text| Line::try_parse_from(["evacuate", "l", "--cpu-budget", text]);
+        assert_eq!(budget("150%").unwrap().arguments.cpu_budget, NonZeroU32::new(150));
+        assert!(budget("0").is_err() && budget("much").is_err());
         let resumes = ["evacuate", "--resume", "--cpus", "1"];
         assert!(Line::try_parse_from(resumes).is_err(), "the plan says that already");
     }

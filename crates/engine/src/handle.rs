@@ -6,6 +6,7 @@
 //! handle at every tick and puts in force what it finds, and where it cannot, it changes them here
 //! too, so that whoever looks sees what is in force.
 
+use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -75,6 +76,9 @@ pub struct Own {
     pub max_bandwidth: Option<TypedRate>,
     /// How pages are compressed.
     pub compression: Compression,
+    /// The most processor time that channels take, in hundredths of a processor; `None`: all that
+    /// they want.
+    pub cpu_budget: Option<NonZeroU32>,
 }
 
 impl Own {
@@ -113,6 +117,29 @@ impl Own {
                 Ok(())
             },
             show: |own| own.compression.to_string(),
+        },
+        Setting {
+            about: About {
+                name: "cpu-budget",
+                takes: Takes::Number { most: 100_000, unit: "percent" },
+                words: &[("off", "all that they want")],
+                default: "off",
+                felt: Felt::AtOnce,
+                meaning: "the most processor time for reading, compressing and sending, 100%: one \
+                          processor; while the guest is stopped there is no limit",
+                option: true,
+            },
+            put: |own, value| {
+                own.cpu_budget = match value {
+                    Value::Word(_) => None,
+                    value => Some(
+                        NonZeroU32::new(value.number())
+                            .ok_or("nothing could be sent with it; use off for no limit")?,
+                    ),
+                };
+                Ok(())
+            },
+            show: |own| own.cpu_budget.map_or_else(|| "off".to_owned(), |it| format!("{it}%")),
         },
     ]);
 }
@@ -451,6 +478,7 @@ mod tests {
             ),
             ("downtime-limit", "soon", "downtime-limit=soon is not possible: use a time"),
             ("max-bandwidth", "0", "max-bandwidth=0 is not possible: use a rate"),
+            ("cpu-budget", "0%", "cpu-budget=0% is not possible: nothing could be sent with it"),
             ("speed", "9", "there is no setting 'speed': use one of"),
         ] {
             let error =

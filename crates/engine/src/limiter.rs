@@ -1,5 +1,6 @@
-//! The bandwidth limit: a token bucket that all channels share.
+//! The limits of bandwidth and of processor time: token buckets that all channels share.
 
+use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,11 +16,18 @@ const PIECE: Duration = Duration::from_millis(4);
 /// Smaller pieces cost more than they are worth.
 const LEAST_PIECE: usize = 4 << 10;
 
+/// What of the processor time may be saved up: frames take a few milliseconds each.
+const WORK_BURST: Duration = Duration::from_millis(20);
+
 #[derive(Debug)]
 struct Account {
     rate: Option<Rate>,
     /// When everything permitted so far will have passed the link.
     paid_until: Instant,
+    /// Processors that may be at work.
+    budget: Option<f64>,
+    /// When the work done so far will have been within it.
+    worked_until: Instant,
 }
 
 /// Hands out permission to send.
@@ -33,7 +41,8 @@ pub(crate) struct Limiter {
 impl Limiter {
     /// A limiter for `rate`, shared by `channels`; `None` limits nothing.
     pub(crate) fn new(rate: Option<Rate>, channels: usize) -> Self {
-        let account = Account { rate, paid_until: Instant::now() };
+        let now = Instant::now();
+        let account = Account { rate, paid_until: now, budget: None, worked_until: now };
         Self {
             account: Mutex::new(account),
             stopped: AtomicBool::new(false),
@@ -53,6 +62,25 @@ impl Limiter {
             account.paid_until = start + cost;
             start.saturating_duration_since(now)
         };
+        self.wait(wait);
+    }
+
+    /// Counts `work`, processor time that a channel has spent just now, and waits until all of it
+    /// is within the budget; returns whether there was anything to wait for.
+    pub(crate) fn worked(&self, work: Duration) -> bool {
+        let wait = {
+            let mut account = self.account();
+            let Some(budget) = account.budget else { return false };
+            let now = Instant::now();
+            let earliest = now.checked_sub(work + WORK_BURST).unwrap_or(now);
+            account.worked_until = account.worked_until.max(earliest) + work.div_f64(budget);
+            account.worked_until.saturating_duration_since(now)
+        };
+        self.wait(wait);
+        !wait.is_zero()
+    }
+
+    fn wait(&self, wait: Duration) {
         // In slices: at a low rate a frame takes long, and an end must not wait for it.
         let until = Instant::now() + wait;
         while !self.stopped.load(Ordering::Relaxed) {
@@ -83,6 +111,16 @@ impl Limiter {
         self.account().rate = rate;
     }
 
+    /// Changes the budget, percent of a processor, for all work from now on.
+    pub(crate) fn set_budget(&self, percent: Option<NonZeroU32>) {
+        let budget = percent.map(|percent| f64::from(percent.get()) / 100.0);
+        let mut account = self.account();
+        if account.budget != budget {
+            // Work of before is forgotten: nobody waits long for what was set wrongly.
+            (account.budget, account.worked_until) = (budget, Instant::now());
+        }
+    }
+
     fn account(&self) -> MutexGuard<'_, Account> {
         self.account.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -111,6 +149,31 @@ mod tests {
         assert_eq!((limiter.piece(), limiter.share()), (50_000, Some(6.25e6)));
         limiter.set(Some(Rate::from_bytes_per_second(1000.0)));
         assert_eq!(limiter.piece(), LEAST_PIECE);
+    }
+
+    #[test]
+    fn two_channels_together_keep_the_budget() {
+        let limiter = Limiter::new(None, 2);
+        let work = || {
+            let began = Instant::now();
+            std::thread::scope(|scope| {
+                for _ in 0..2 {
+                    let work = || limiter.worked(Duration::from_millis(10));
+                    scope.spawn(move || (0..10).filter(|_| work()).count());
+                }
+            });
+            began.elapsed()
+        };
+        limiter.set_budget(NonZeroU32::new(100));
+        // Two hundred milliseconds of work, of which the burst, and what is taken to have been done
+        // before the first call, need not be waited for.
+        let whole = work();
+        assert!(whole >= Duration::from_millis(160), "{whole:?}");
+        limiter.set_budget(NonZeroU32::new(50));
+        let half = work();
+        assert!(half >= Duration::from_millis(340), "{half:?}");
+        limiter.set_budget(None);
+        assert!(work() < whole);
     }
 
     #[test]

@@ -180,6 +180,7 @@ fn some_rounds() -> MigrationHandle {
     let own = Own {
         max_bandwidth: Some("100MiB/s".parse().unwrap()),
         compression: Compression::Fixed(Codec::None),
+        ..Own::default()
     };
     let handle = MigrationHandle::new(settings, own, Cancel::default());
     let forced = handle.clone();
@@ -222,6 +223,7 @@ fn the_limit_that_a_switchover_goes_by_is_the_one_in_force() {
     let own = Own {
         max_bandwidth: Some("100MiB/s".parse().unwrap()),
         compression: Compression::Fixed(Codec::None),
+        ..Own::default()
     };
     let handle = MigrationHandle::new(settings, own, Cancel::default());
     let (result, ..) =

@@ -39,7 +39,7 @@ fn settings() -> Settings {
 
 fn handle() -> MigrationHandle {
     let max_bandwidth = Some(SLOW.parse::<TypedRate>().unwrap());
-    let own = Own { max_bandwidth, compression: Compression::Fixed(Codec::None) };
+    let own = Own { max_bandwidth, compression: Compression::Fixed(Codec::None), ..Own::default() };
     MigrationHandle::new(settings(), own, Cancel::default())
 }
 

@@ -61,7 +61,7 @@ impl Move {
         };
         let rate = format!("{rate}MiB/s").parse().unwrap();
         let compression = "none".parse().unwrap();
-        let own = Own { max_bandwidth: Some(rate), compression };
+        let own = Own { max_bandwidth: Some(rate), compression, ..Own::default() };
         let handle = MigrationHandle::new(settings, own, Cancel::default());
         let to = Address::Tcp(String::new());
         let source = Source::start(busy, disks);

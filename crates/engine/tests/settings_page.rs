@@ -59,6 +59,6 @@ fn names_are_unique_and_each_says_enough() {
     names.sort_unstable();
     let count = names.len();
     names.dedup();
-    assert_eq!((names.len(), count), (14, 14));
+    assert_eq!((names.len(), count), (15, 15));
     assert!(all_settings().all(|about| about.meaning.len() > 20 && !about.values().is_empty()));
 }

@@ -215,6 +215,7 @@ impl List {
         Ok(Plan {
             bytes_per_second: budget.bytes_per_second(),
             at_once,
+            cpu_percent: None,
             options: Vec::new(),
             vms,
             destinations,

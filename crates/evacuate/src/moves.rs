@@ -367,6 +367,9 @@ impl Hands for Moves {
         let bytes = format!("{}B/s", rate.bytes_per_second() as u64);
         command.args(["migrate", "--vm", &vm.vm, "--to", &address, "--json"]);
         command.args(["--name", &migration(&self.name, &vm.name), "--max-bandwidth", &bytes]);
+        if let Some(budget) = plan.cpu_budget(rate) {
+            command.args(["--cpu-budget", &budget]);
+        }
         command.args(&plan.options);
         let path = self.file(vm, attempt);
         match claim(&path, "")? {
@@ -414,7 +417,8 @@ impl Hands for Moves {
     fn pace(&mut self, plan: &Plan, attempt: &Attempt, rate: Rate) -> bool {
         let socket = self.socket(&plan.vms[attempt.vm]);
         let bytes = format!("{}B/s", rate.bytes_per_second() as u64);
-        let settings = vec![("max-bandwidth".to_owned(), bytes)];
+        let mut settings = vec![("max-bandwidth".to_owned(), bytes)];
+        settings.extend(plan.cpu_budget(rate).map(|budget| ("cpu-budget".to_owned(), budget)));
         client::command(&socket, &Request::Set { settings }).is_ok()
     }
 
@@ -484,6 +488,7 @@ mod tests {
         let plan = Plan {
             bytes_per_second: 1.0,
             at_once: 1,
+            cpu_percent: None,
             options: Vec::new(),
             vms: vec![vm],
             destinations: vec![east],

@@ -1,6 +1,7 @@
 //! What is written down: who is to go where under which limits, and how far each is.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 
 use godwit_fleet::{CpuSet, Destination, Source, Vm};
@@ -15,6 +16,10 @@ pub struct Plan {
     pub bytes_per_second: f64,
     /// The most moves at once.
     pub at_once: u32,
+    /// Processor time for all moves together, in hundredths of a processor; `None`: all that they
+    /// want.
+    #[serde(default)]
+    pub cpu_percent: Option<NonZeroU32>,
     /// Options for each `godwit migrate`.
     pub options: Vec<String>,
     /// Who leaves.
@@ -237,6 +242,16 @@ impl Plan {
         disks.map(|(name, bytes)| (name.as_str(), ByteCount(*bytes)))
     }
 
+    /// What the move whose share of the bandwidth is `rate` may use, as a value of the setting
+    /// `cpu-budget`: as much of the processor time as of the bandwidth, and at least a hundredth of
+    /// a processor. `None`: all that it wants.
+    pub(crate) fn cpu_budget(&self, rate: Rate) -> Option<String> {
+        let all = f64::from(self.cpu_percent?.get());
+        let share = (rate.bytes_per_second() / self.bytes_per_second).clamp(0.0, 1.0);
+        // Down to the whole number: all shares together are within the budget.
+        Some(format!("{}%", ((all * share) as u32).max(1)))
+    }
+
     /// The same for the planner: virtual machines, destinations and the host that is emptied.
     #[must_use]
     pub fn inventory(&self) -> (Vec<Vm>, Vec<Destination>, Source) {
@@ -281,6 +296,19 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::runner::tests;
+
+    #[test]
+    fn processor_time_is_divided_as_the_bandwidth_is() {
+        let mut plan = tests::plan();
+        let budget = |plan: &Plan, share: f64| {
+            plan.cpu_budget(Rate::from_bytes_per_second(plan.bytes_per_second * share))
+        };
+        assert_eq!(budget(&plan, 0.5), None);
+        plan.cpu_percent = NonZeroU32::new(250);
+        let told = [1.0, 0.5, 1.0 / 3.0, 0.0, 2.0].map(|share| budget(&plan, share).unwrap());
+        assert_eq!(told, ["250%", "125%", "83%", "1%", "250%"]);
+    }
 
     #[test]
     fn disks_that_move_along_are_part_of_the_forecast() {
@@ -300,6 +328,7 @@ mod tests {
             let plan = Plan {
                 bytes_per_second: 1.0,
                 at_once: 1,
+                cpu_percent: None,
                 options: options.iter().map(|&word| word.to_owned()).collect(),
                 vms: vec![vm.clone()],
                 destinations: Vec::new(),

@@ -176,7 +176,11 @@ pub fn transfer_over(
     let to: Address = listener.address()?;
     let Way { channels, fingerprints, .. } = way;
     let options = Options { channels, fingerprints, security: here.clone(), ..Options::new(to) };
-    let own = Own { max_bandwidth: way.limit.map(Into::into), compression: way.compression };
+    let own = Own {
+        max_bandwidth: way.limit.map(Into::into),
+        compression: way.compression,
+        ..Own::default()
+    };
     let handle = MigrationHandle::new(Settings::default(), own, Cancel::default());
     let mut source = Still::new(&ram.blocks);
     let mut destination = Still::new(&target.blocks);

@@ -2,12 +2,14 @@
 //! changed, switched over and cancelled. With QEMU and with microvms.
 
 use std::process::Output;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched};
 use godwit_stamp::settings::Mode;
-use godwit_testbed::{Ended, Godwit, GuestConfig, Movable, Running, TestVm, VmConfig, builds_for};
+use godwit_testbed::{
+    CpuTime, Ended, Godwit, GuestConfig, Movable, Running, TestVm, VmConfig, builds_for,
+};
 use serde_json::Value;
 
 /// What would never end by itself.
@@ -238,6 +240,46 @@ fn a_bandwidth_that_is_set_while_it_runs_is_kept_to() -> anyhow::Result<()> {
         machines.check_untouched()?;
     }
     Ok(())
+}
+
+#[test]
+fn a_cpu_budget_that_is_set_while_it_runs_is_kept_to() -> anyhow::Result<()> {
+    // Mutation: what channels have worked is not counted.
+    let Some(build) = builds_for("a_cpu_budget_that_is_set_while_it_runs_is_kept_to").pop() else {
+        return Ok(());
+    };
+    let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Full)))?;
+    let name = name("budget");
+    let busy = ["--compression", "zstd:3", "--downtime-limit", "1ms", "--patience", "0s"];
+    let options = [&busy[..], &["--throttle", "off", "--name", &name]].concat();
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+    await_copying(&migrate)?;
+    // Of a processor, in two seconds.
+    let used = || -> anyhow::Result<f64> {
+        let look = || CpuTime::of(migrate.pid(), &[]);
+        let (before, began) = (look()?, Instant::now());
+        std::thread::sleep(Duration::from_secs(2));
+        Ok((look()? - before).others.as_secs_f64() / began.elapsed().as_secs_f64())
+    };
+    let free = used()?;
+    pair.godwit.done(&["set", "--migration", &name, "cpu-budget=10%"])?;
+    // What was begun without it ends first.
+    std::thread::sleep(Duration::from_millis(500));
+    let held = used()?;
+    println!("of a processor: {free:.2}, with a budget of 0.1 {held:.2}");
+    // The looks between rounds are not counted, and are few.
+    ensure!(free > 0.3 && held < 0.2, "{free} {held}");
+    let refused = pair.godwit.run(&["set", "--migration", &name, "cpu-budget=0"])?;
+    let words = String::from_utf8_lossy(&refused.stderr);
+    ensure!(
+        !refused.status.success() && words.contains("nothing could be sent with it"),
+        "{words}"
+    );
+    pair.godwit.done(&["cancel", "--migration", &name])?;
+    ensure!(migrate.wait(LIMIT)?.status.code() == Some(130));
+    receive.wait(LIMIT)?;
+    check_untouched(&mut pair.source)
 }
 
 #[test]

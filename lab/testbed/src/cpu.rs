@@ -34,7 +34,10 @@ impl Sub for CpuTime {
 impl CpuTime {
     /// What the process `pid` has used, of which the threads `vcpus` are virtual processors. To 10
     /// ms.
-    pub(crate) fn of(pid: i32, vcpus: &[i32]) -> anyhow::Result<Self> {
+    ///
+    /// # Errors
+    /// When there is no such process, or no such thread.
+    pub fn of(pid: i32, vcpus: &[i32]) -> anyhow::Result<Self> {
         let gone = || format!("process {pid} is gone");
         let process = Process::new(pid).with_context(gone)?;
         let mut of_vcpus = Duration::ZERO;

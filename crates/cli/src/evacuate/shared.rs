@@ -562,6 +562,7 @@ mod tests {
         let plan = Plan {
             bytes_per_second: 1e6,
             at_once: 4,
+            cpu_percent: None,
             options: Vec::new(),
             vms: Vec::new(),
             destinations: Vec::new(),

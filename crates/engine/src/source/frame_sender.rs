@@ -94,7 +94,8 @@ pub(super) struct FrameSender {
 impl FrameSender {
     /// A frame sender for `stream`, of a RAM or disk with `segments` segments.
     pub(super) fn new(stream: Stream, link: Link, segments: usize) -> Self {
-        let chooser = Chooser::new(segments, &link.codecs.list());
+        let mut chooser = Chooser::new(segments, &link.codecs.list());
+        chooser.round_trip(stream.connected_in());
         Self {
             stream,
             link,
@@ -232,6 +233,10 @@ impl FrameSender {
             elapsed: spent.elapsed,
             cpu: spent.cpu,
         });
+        if self.link.limiter.worked(spent.cpu) {
+            // A wait that was ordered is none for the link.
+            self.clock.begin();
+        }
         Ok(ByteCount(length as u64))
     }
 

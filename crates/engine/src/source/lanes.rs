@@ -79,6 +79,7 @@ impl Lanes {
     /// Room for `channels` in all, to a destination that takes `codecs`.
     pub(super) fn new(own: &Own, channels: usize, codecs: Codecs, disks: bool) -> Self {
         let limiter = Limiter::new(own.max_bandwidth.map(TypedRate::rate), channels);
+        limiter.set_budget(own.cpu_budget);
         let link = Link {
             limiter: Arc::new(limiter),
             live: Arc::new(Live::new(own.compression)),
@@ -222,11 +223,17 @@ impl Lanes {
     /// Puts what can be set of the channels in force; whether compression is another now.
     pub(super) fn set(&self, own: &Own) -> bool {
         self.link.limiter.set(own.max_bandwidth.map(TypedRate::rate));
+        self.link.limiter.set_budget(own.cpu_budget);
         let changes = own.compression != self.link.live.compression();
         if changes {
             self.link.live.set_compression(own.compression);
         }
         changes
+    }
+
+    /// The guest is about to stand still: no budget of processor time holds anyone up any more.
+    pub(super) fn hurry(&self) {
+        self.link.limiter.set_budget(None);
     }
 
     /// Says so when the destination does not take the compression that is set.

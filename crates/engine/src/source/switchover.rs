@@ -44,6 +44,7 @@ impl Switchover {
         if source.leaves {
             self.urgent = Some(self.copying.connect_urgent(source)?);
         }
+        self.copying.lanes().hurry();
         let stopped = source.vm.stop().map_err(EngineError::Vm)?;
         source.meter.guest_stopped(stopped);
         self.copying.guest_stopped(source);

@@ -153,6 +153,7 @@ pub(crate) fn plan() -> Plan {
     };
     Plan {
         bytes_per_second: 1e8,
+        cpu_percent: None,
         at_once: 3,
         options: Vec::new(),
         vms: (0..6).map(vm).collect(),

@@ -324,7 +324,9 @@ impl Value<'_> {
         if let Self::Time(time) = self { time } else { Duration::ZERO }
     }
 
-    pub(super) fn number(self) -> u32 {
+    /// A whole number; 0 where it is none.
+    #[must_use]
+    pub fn number(self) -> u32 {
         if let Self::Number(number) = self { number } else { 0 }
     }
 
