@@ -22,7 +22,7 @@ use godwit_engine::vm::{
 use godwit_memory::RamBlock;
 
 use crate::QemuError;
-use crate::compare;
+use crate::compare::{self, Realized};
 use crate::disks::{self, Receiving};
 use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::Machine;
@@ -49,6 +49,8 @@ const EXITED: &str = "it has exited; see its standard error (do the options of b
 #[derive(Debug)]
 pub struct QemuDestination {
     machine: Machine,
+    /// What the machine was made with, asked for before a guest is on its way.
+    realized: Realized,
     ram: Arc<Vec<RamBlock>>,
     settings: Option<MigrationSettings>,
     /// Whether it was told to load: it then ends with this attempt.
@@ -137,8 +139,10 @@ impl QemuDestination {
             memory.found(Successor { pid: machine.pid, version: machine.qmp.version() });
         }
         let ram = if in_place.is_some() { Vec::new() } else { ram };
+        let realized = Realized::of(&mut *machine.qmp)?;
         Ok(Self {
             machine,
+            realized,
             ram: Arc::new(ram),
             in_place,
             settings: None,
@@ -249,7 +253,7 @@ impl DestinationVm for QemuDestination {
     }
 
     fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
-        compare::compare(&mut self.machine, ask)
+        compare::compare(&mut self.machine, &self.realized, ask)
     }
 
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {

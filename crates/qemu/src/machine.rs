@@ -144,11 +144,26 @@ impl Machine {
     /// memory (the virtual-APIC page, posted interrupts) at their physical address, without a look
     /// at QEMU's page tables. TCG writes them as all others.
     pub(crate) fn check_nested(&mut self) -> Result<(), QemuError> {
-        if !self.qmp.run(&QueryKvm)?.enabled {
+        if !self.qmp.run(&QueryKvm)?.enabled || !self.has_virtualisation()? {
             return Ok(());
         }
         let registers = self.qmp.run(&Human { command_line: "info registers -a" })?;
         runs_guests(&registers).map_or(Ok(()), |what| Err(QemuError::Nested { what }))
+    }
+
+    /// Whether the guest's processors have VMX or SVM at all: KVM lets a guest turn on what its
+    /// CPUID has, and nothing else. To look at their registers instead takes ten milliseconds, and
+    /// has each vCPU leave the guest.
+    fn has_virtualisation(&mut self) -> Result<bool, QmpError> {
+        let cpus = self.qmp.run(&QueryCpus)?;
+        let Some(cpu) = cpus.first() else { return Ok(true) };
+        for name in ["vmx", "svm"] {
+            let property = QomGet::<bool>::new(&cpu.qom_path, name);
+            if self.qmp.run_if_known(&property)? != Some(false) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// What the machine consists of, as far as a destination must have the same: devices, and the

@@ -31,6 +31,7 @@ use crate::monitor::{Monitor, QmpError};
 pub(crate) use storage::{Identity, identity, identity_in, told as told_storage};
 
 use picture::Picture;
+pub(crate) use picture::Realized;
 
 /// What the destination asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -112,18 +113,27 @@ fn put<T: DeserializeOwned>(
     Ok(serde_json::from_slice(&answer).map_err(|_| QemuError::Unclear(what))?)
 }
 
-/// Compares the source's machine and its disks with those of `machine`.
+/// Compares the source's machine and its disks with those of `machine`, of which `realized` is
+/// known.
 ///
 /// # Errors
 /// All differences, unless the source's operator lets them pass.
-pub(crate) fn compare(machine: &mut Machine, ask: &mut Ask<'_>) -> Result<(), VmError> {
-    compare_machines(&mut *machine.qmp, ask)?;
+pub(crate) fn compare(
+    machine: &mut Machine,
+    realized: &Realized,
+    ask: &mut Ask<'_>,
+) -> Result<(), VmError> {
+    compare_machines(&mut *machine.qmp, realized, ask)?;
     storage::compare(machine, ask)
 }
 
-fn compare_machines(qmp: &mut dyn Monitor, ask: &mut Ask<'_>) -> Result<(), VmError> {
+fn compare_machines(
+    qmp: &mut dyn Monitor,
+    realized: &Realized,
+    ask: &mut Ask<'_>,
+) -> Result<(), VmError> {
     let source: Picture = put(&Question::Picture, ask, "its machine")?;
-    let here = Picture::of(qmp).map_err(QemuError::from)?;
+    let here = Picture::with(realized, qmp).map_err(QemuError::from)?;
     let machines = machines(qmp).map_err(QemuError::from)?;
     let mut found = differ::differences(&source, &here, &machines);
     found.retain(|difference| !is_allowed(&difference.key, &source.allowed));

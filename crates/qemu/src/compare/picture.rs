@@ -95,12 +95,33 @@ fn plain(value: &Value) -> String {
     }
 }
 
+/// What a machine was made with and keeps as long as it lives: all that takes a question for each
+/// property. QEMU's monitor reads questions byte by byte (`monitor_can_read` in monitor/monitor.c),
+/// so that each takes over half a millisecond, and there are some eighty.
+#[derive(Clone, Debug)]
+pub(crate) struct Realized(Picture);
+
+impl Realized {
+    /// Asks the machine behind `qmp`.
+    pub(crate) fn of(qmp: &mut dyn Monitor) -> Result<Self, QmpError> {
+        let mut picture = Picture { version: qmp.version(), ..Picture::default() };
+        picture.machine(qmp)?;
+        picture.processors(qmp)?;
+        Ok(Self(picture))
+    }
+}
+
 impl Picture {
     /// Looks at the machine behind `qmp`.
     pub(crate) fn of(qmp: &mut dyn Monitor) -> Result<Self, QmpError> {
-        let mut picture = Self { version: qmp.version(), ..Self::default() };
-        picture.machine(qmp)?;
-        picture.processors(qmp)?;
+        let realized = Realized::of(qmp)?;
+        Self::with(&realized, qmp)
+    }
+
+    /// The same of a machine of which a part is known: looks at what may have changed.
+    pub(crate) fn with(realized: &Realized, qmp: &mut dyn Monitor) -> Result<Self, QmpError> {
+        let mut picture = realized.0.clone();
+        picture.plugged_processors(qmp)?;
         picture.memory(qmp)?;
         picture.devices = devices(&human(qmp, "info qtree")?);
         Ok(picture)
@@ -130,12 +151,18 @@ impl Picture {
         Ok(())
     }
 
-    fn processors(&mut self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
+    fn plugged_processors(&mut self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
         let cpus = qmp.run(&QueryCpus)?;
         self.note("smp", &json!(cpus.len()));
         let mut places: Vec<String> = cpus.iter().map(|cpu| cpu.props.to_string()).collect();
         places.sort();
         self.note("smp.plugged", &json!(places.join(" ")));
+        Ok(())
+    }
+
+    /// What the processors are; the first one cannot be unplugged, and all others are as it is.
+    fn processors(&mut self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
+        let cpus = qmp.run(&QueryCpus)?;
         let Some(path) = cpus.first().map(|cpu| cpu.qom_path.as_str()) else { return Ok(()) };
         let kind: String = property(qmp, path, "type")?.unwrap_or_default();
         self.note("cpu", &json!(kind.strip_suffix("-x86_64-cpu").unwrap_or(&kind)));
@@ -276,6 +303,26 @@ fn switches(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::monitor::stand_in::StandIn;
+
+    #[test]
+    fn what_cannot_change_is_asked_once_and_what_may_is_asked_again() {
+        let machine = |cpus: usize| {
+            let cpu = json!({ "thread-id": 1, "qom-path": "/cpu", "props": {} });
+            StandIn::new(&[
+                ("query-cpus-fast", json!(vec![cpu; cpus])),
+                ("/machine type", json!("pc-machine")),
+                ("/cpu type", json!("max-x86_64-cpu")),
+                ("/cpu feature-words", json!([])),
+            ])
+        };
+        let realized = Realized::of(&mut machine(1)).unwrap();
+        let mut later = machine(2);
+        let picture = Picture::with(&realized, &mut later).unwrap();
+        assert_eq!((&*picture.facts["cpu"], &*picture.facts["smp"]), ("max", "2"));
+        assert!(later.told.iter().all(|(command, _)| command != "qom-get"), "{:?}", later.told);
+        assert_eq!(picture, Picture::of(&mut machine(2)).unwrap());
+    }
 
     #[test]
     fn ram_blocks_are_read_with_and_without_addresses() {

@@ -114,6 +114,23 @@ fn a_guest_that_runs_guests_under_kvm_is_refused() {
 }
 
 #[test]
+fn registers_are_looked_at_only_where_the_processor_may_run_guests() {
+    let refused = |vmx: bool, svm: bool| {
+        let cpu = json!({ "thread-id": 1, "qom-path": "/cpu" });
+        let answers = [
+            ("query-kvm", json!({ "enabled": true })),
+            ("query-cpus-fast", json!([cpu])),
+            ("/cpu vmx", json!(vmx)),
+            ("/cpu svm", json!(svm)),
+            ("info registers -a", json!("CR4=000026f0 EFER=0000000000001d01")),
+        ];
+        machine(&answers).check_nested().is_err()
+    };
+    assert!(refused(true, false) && refused(false, true));
+    assert!(!refused(false, false), "what its CPUID lacks KVM lets no guest turn on");
+}
+
+#[test]
 fn work_on_the_images_is_refused() {
     let job = |status: &str| json!([{ "id": "backup0", "type": "backup", "status": status }]);
     let told = |status| {

@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 
 use super::{Event, Handle, Monitor, Patience, QmpError, Queued, Seen, Version};
 
-/// Gives the answers that it was told, by command, command line or path, and empty ones else.
+/// Gives the answers that it was told, by command, command line, path or path and property, and
+/// empty ones else.
 #[derive(Debug, Default)]
 pub(crate) struct StandIn {
     answers: HashMap<String, Value>,
@@ -69,7 +70,9 @@ impl Monitor for StandIn {
     ) -> Result<Queued, QmpError> {
         let more = [&arguments["command-line"], &arguments["path"]];
         let what = more.into_iter().find_map(Value::as_str).unwrap_or(command);
-        let answer = self.answers.get(what).cloned();
+        let property = arguments["property"].as_str().map(|name| format!("{what} {name}"));
+        let answer = property.and_then(|property| self.answers.get(&property));
+        let answer = answer.or_else(|| self.answers.get(what)).cloned();
         self.queued.push_back(answer.unwrap_or_else(|| Self::nothing(command)));
         self.told.push((command.to_owned(), arguments));
         Ok(Queued { id: 0, command: command.to_owned() })
