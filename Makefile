@@ -131,6 +131,10 @@ cases: ## arbitrary bytes and rings for whatever listens to others: frames, NBD 
 	@PROPTEST_CASES=$(CASES) $(CARGO) test --quiet --release --package godwit-wire --package godwit-nbd
 	@GODWIT_CASES=$(CASES) $(CARGO) test --quiet --release --package godwit-balloon --package godwit-virtio --lib && echo "nothing found in $(CASES) cases of each"
 
+.PHONY: publish-dry-run
+publish-dry-run: ## pack the crates that are meant for others, build each from its package alone, and upload nothing
+	@$(CARGO) publish --dry-run --workspace --allow-dirty
+
 .PHONY: check
 check: lint ## format, lints and the tests that need no QEMU
 	@$(CARGO) test --quiet --workspace --exclude godwit-e2e --exclude godwit-testbed --exclude godwit-faults && echo "all checks passed"
