@@ -236,7 +236,7 @@ fn monitors() -> Vec<Seed> {
     let ramblock = "              Block Name    PSize              Offset               Used\
                     \r\n pc.ram    4 KiB  0x0000000000000000 0x0000000010000000 \
                     0x0000000010000000\r\n";
-    let told: [(u32, Value); 18] = [
+    let told: [(u32, Value); 19] = [
         (1, json!({ "status": "running" })),
         (2, json!({})),
         (3, json!([{ "id": "j", "type": "mirror", "status": "running" }])),
@@ -253,24 +253,25 @@ fn monitors() -> Vec<Seed> {
         (10, json!("pc-q35-10.0-machine")),
         (28, json!({ "enabled": false })),
         (29, smp),
-        (30, cpus),
+        (30, cpus.clone()),
         (31, json!("qemu64-x86_64-cpu")),
         (43, words),
-        (44, json!({ "base-memory": 268_435_456 })),
+        (44, cpus),
+        (45, json!({ "base-memory": 268_435_456 })),
         (
-            45,
+            46,
             json!([{ "type": "dimm", "data": { "addr": 4096, "size": 1, "slot": 0, "node": 0 } }]),
         ),
-        (46, json!(ramblock)),
+        (47, json!(ramblock)),
     ];
     let mut whole = event.clone();
-    for id in 1..=46 {
+    for id in 1..=47 {
         match told.iter().find(|(number, _)| *number == id) {
             Some((_, value)) => whole.extend(answer(id, value)),
             None => whole.extend(unknown(id)),
         }
     }
-    whole.extend(answer(47, &json!(QTREE)));
+    whole.extend(answer(48, &json!(QTREE)));
     whole.extend(&event);
     let refused = line(json!({
         "error": { "class": "CommandNotFound", "desc": "The command is not known" }, "id": 1,
