@@ -153,6 +153,8 @@ pub struct Chooser {
     link: Link,
     /// Processors that idle, shared among channels.
     idle: f64,
+    /// The part of a processor that the channel may use.
+    budget: f64,
     last: usize,
 }
 
@@ -167,6 +169,7 @@ impl Chooser {
             costs: Costs::default(),
             link: Link::default(),
             idle: 1.0,
+            budget: 1.0,
             last: 0,
         }
     }
@@ -246,6 +249,12 @@ impl Chooser {
         self.idle = processors;
     }
 
+    /// Takes in which part of a processor the channel may use, by the operator's word; `None`: as
+    /// much as it wants. Work then takes longer than its processor time.
+    pub fn budget(&mut self, processors: Option<f64>) {
+        self.budget = processors.map_or(1.0, |part| part.clamp(1e-3, 1.0));
+    }
+
     /// Takes in how many bytes a second the connection may drain, by the operator's word; `None`:
     /// all that it can. A link known to be slow need not be looked at with raw pages first. It may
     /// be slower still, which is found out.
@@ -278,7 +287,7 @@ impl Chooser {
     /// Seconds for a byte of pages with `candidate` at `ratio`.
     fn price(&self, candidate: usize, ratio: f64) -> f64 {
         let compress = if candidate == 0 { 0.0 } else { self.costs.estimate(candidate, ratio) };
-        let cpu = compress + self.link.other(candidate, ratio);
+        let cpu = (compress + self.link.other(candidate, ratio)) / self.budget;
         let link = self.link.seconds(candidate, ratio);
         // Below half an idle processor the guest, or the other side on this host, pays for what we
         // take.

@@ -117,6 +117,8 @@ impl Link {
     /// Begins with `limit` where there is one; without, the link has to be seen.
     pub(super) fn limit(&mut self, limit: Option<f64>) {
         if limit != self.limit {
+            // What it carries is no longer what it begins with.
+            self.guess = None;
             (self.limit, self.rate, self.agreed) = (limit, limit, limit.is_some());
             (self.window, self.slack, self.probing) = (Window::default(), SLACK, false);
         }
@@ -192,7 +194,9 @@ impl Link {
             blend(&mut self.other[ruling], other, 0.3);
         }
         if ruling != self.ruled {
-            self.unsettled = if self.rate.is_none() { 0 } else { 2 * SLACK as u64 };
+            // What a probe found in the buffers has gone with its slack.
+            let known = self.rate.is_none() || self.probing;
+            self.unsettled = if known { 0 } else { 2 * SLACK as u64 };
             self.ruled = ruling;
         }
         let settled = self.unsettled == 0;

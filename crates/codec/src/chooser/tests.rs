@@ -308,16 +308,28 @@ fn what_does_not_compress_is_looked_at_less_and_less() {
     assert!(samples[0] <= 40 && samples[1] <= 16, "{samples:?}");
 }
 
+/// What is done with a batch of text, of which all samples were seen.
+fn text(chooser: &mut Chooser) -> Step {
+    for (codec, (ratio, cost)) in CANDIDATES.into_iter().zip(TEXT.of).skip(1) {
+        let made = Some((ratio * SAMPLE_LEN as f64) as usize);
+        let took = Duration::from_secs_f64(cost * 1e-9 * SAMPLE_LEN as f64);
+        chooser.sampled(&Sampled { segment: 0, codec, raw: SAMPLE_LEN, made, took });
+    }
+    chooser.step(0)
+}
+
+#[test]
+fn with_a_small_part_of_a_processor_less_is_compressed() {
+    let mut chooser = started(&CodecId::ALL, 117e6);
+    assert!(matches!(text(&mut chooser), Step::Send(Codec::Zstd { .. })));
+    chooser.budget(Some(0.05));
+    assert_eq!(text(&mut chooser), Step::Send(Codec::None));
+    chooser.budget(None);
+    assert!(matches!(text(&mut chooser), Step::Send(Codec::Zstd { .. })));
+}
+
 #[test]
 fn without_an_idle_processor_less_is_compressed() {
-    let text = |chooser: &mut Chooser| {
-        for (codec, (ratio, cost)) in CANDIDATES.into_iter().zip(TEXT.of).skip(1) {
-            let made = Some((ratio * SAMPLE_LEN as f64) as usize);
-            let took = Duration::from_secs_f64(cost * 1e-9 * SAMPLE_LEN as f64);
-            chooser.sampled(&Sampled { segment: 0, codec, raw: SAMPLE_LEN, made, took });
-        }
-        chooser.step(0)
-    };
     let mut chooser = started(&CodecId::ALL, 400e6);
     assert_ne!(text(&mut chooser), Step::Send(Codec::None));
     let mut chooser = started(&CodecId::ALL, 400e6);
