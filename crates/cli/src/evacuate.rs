@@ -444,10 +444,15 @@ fn planned(arguments: &Arguments) -> anyhow::Result<Plan> {
     Ok(plan)
 }
 
+/// What the setting `cpu-budget` may be at the most.
+const MOST_PERCENT: u32 = 100_000;
+
 /// A percentage, with or without its sign.
 fn percent(text: &str) -> Result<NonZeroU32, String> {
-    let number = text.strip_suffix('%').unwrap_or(text);
-    number.parse().map_err(|_| "use a whole number from 1, such as 150%".to_owned())
+    let number = text.strip_suffix('%').unwrap_or(text).parse().ok();
+    // One move alone gets all of it.
+    let number = number.filter(|number: &NonZeroU32| number.get() <= MOST_PERCENT);
+    number.ok_or_else(|| format!("use a whole number from 1 to {MOST_PERCENT}, such as 150%"))
 }
 
 /// What each `godwit migrate` is told besides what is its own.
@@ -478,7 +483,7 @@ mod tests {
         assert_eq!(options(&line.arguments), ["--cpus=0-1,3", "--hook-after=a b", "--verify"]);
         let budget = |text| Line::try_parse_from(["evacuate", "l", "--cpu-budget", text]);
         assert_eq!(budget("150%").unwrap().arguments.cpu_budget, NonZeroU32::new(150));
-        assert!(budget("0").is_err() && budget("much").is_err());
+        assert!(budget("0").is_err() && budget("much").is_err() && budget("100001").is_err());
         let resumes = ["evacuate", "--resume", "--cpus", "1"];
         assert!(Line::try_parse_from(resumes).is_err(), "the plan says that already");
     }

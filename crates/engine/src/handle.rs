@@ -121,22 +121,17 @@ impl Own {
         Setting {
             about: About {
                 name: "cpu-budget",
-                takes: Takes::Number { most: 100_000, unit: "percent" },
+                takes: Takes::Number { least: 1, most: 100_000, unit: "percent" },
                 words: &[("off", "all that they want")],
                 default: "off",
                 felt: Felt::AtOnce,
                 meaning: "the most processor time for reading, compressing and sending, 100%: one \
-                          processor; while the guest is stopped there is no limit",
+                          processor; from when the guest is stopped there is no limit, but \
+                          downtimes are expected by what was sent before",
                 option: true,
             },
             put: |own, value| {
-                own.cpu_budget = match value {
-                    Value::Word(_) => None,
-                    value => Some(
-                        NonZeroU32::new(value.number())
-                            .ok_or("nothing could be sent with it; use off for no limit")?,
-                    ),
-                };
+                own.cpu_budget = NonZeroU32::new(value.number());
                 Ok(())
             },
             show: |own| own.cpu_budget.map_or_else(|| "off".to_owned(), |it| format!("{it}%")),
@@ -478,7 +473,7 @@ mod tests {
             ),
             ("downtime-limit", "soon", "downtime-limit=soon is not possible: use a time"),
             ("max-bandwidth", "0", "max-bandwidth=0 is not possible: use a rate"),
-            ("cpu-budget", "0%", "cpu-budget=0% is not possible: nothing could be sent with it"),
+            ("cpu-budget", "0%", "cpu-budget=0% is not possible: use a whole number from 1"),
             ("speed", "9", "there is no setting 'speed': use one of"),
         ] {
             let error =

@@ -7,8 +7,6 @@ use std::time::{Duration, Instant};
 
 use godwit_units::{ByteCount, Rate};
 
-use crate::limits;
-
 /// Tokens that may be saved up: what the link may carry in one burst after a pause.
 const BURST: Duration = Duration::from_millis(5);
 /// What one write may take of the link's time: with larger ones no second would be like the next.
@@ -18,6 +16,9 @@ const LEAST_PIECE: usize = 4 << 10;
 
 /// What of the processor time may be saved up: frames take a few milliseconds each.
 const WORK_BURST: Duration = Duration::from_millis(20);
+
+/// How long a wait goes on that nobody wants any more.
+const SLICE: Duration = Duration::from_millis(10);
 
 #[derive(Debug)]
 struct Account {
@@ -52,7 +53,7 @@ impl Limiter {
 
     /// Waits until `bytes` may be sent.
     pub(crate) fn take(&self, bytes: usize) {
-        let wait = {
+        let start = {
             let mut account = self.account();
             let cost = account.rate.and_then(|rate| rate.time_for(ByteCount(bytes as u64)));
             let Some(cost) = cost else { return };
@@ -60,36 +61,39 @@ impl Limiter {
             let earliest = now.checked_sub(BURST).unwrap_or(now);
             let start = account.paid_until.max(earliest);
             account.paid_until = start + cost;
-            start.saturating_duration_since(now)
+            start
         };
-        self.wait(wait);
+        self.wait_until(start, || true);
     }
 
     /// Counts `work`, processor time that a channel has spent just now, and waits until all of it
     /// is within the budget; returns whether there was anything to wait for.
     pub(crate) fn worked(&self, work: Duration) -> bool {
-        let wait = {
+        let (until, budget) = {
             let mut account = self.account();
             let Some(budget) = account.budget else { return false };
-            let now = Instant::now();
-            let earliest = now.checked_sub(work + WORK_BURST).unwrap_or(now);
-            account.worked_until = account.worked_until.max(earliest) + work.div_f64(budget);
-            account.worked_until.saturating_duration_since(now)
+            let earliest = Instant::now().checked_sub(work + WORK_BURST);
+            let start = earliest.map_or(account.worked_until, |it| it.max(account.worked_until));
+            account.worked_until = start + work.div_f64(budget);
+            (account.worked_until, budget)
         };
-        self.wait(wait);
-        !wait.is_zero()
+        // Nobody waits for a budget that is no longer in force.
+        self.wait_until(until, || self.account().budget == Some(budget))
     }
 
-    fn wait(&self, wait: Duration) {
+    /// Waits as long as that is `wanted`; returns whether there was anything to wait for.
+    fn wait_until(&self, until: Instant, wanted: impl Fn() -> bool) -> bool {
+        let mut waited = false;
         // In slices: at a low rate a frame takes long, and an end must not wait for it.
-        let until = Instant::now() + wait;
-        while !self.stopped.load(Ordering::Relaxed) {
+        while !self.stopped.load(Ordering::Relaxed) && wanted() {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return;
+                break;
             }
-            std::thread::sleep(left.min(limits::TICK));
+            waited = true;
+            std::thread::sleep(left.min(SLICE));
         }
+        waited
     }
 
     /// Bytes to be sent at once, at the most.
@@ -104,6 +108,12 @@ impl Limiter {
     pub(crate) fn share(&self) -> Option<f64> {
         let channels = self.channels.load(Ordering::Relaxed) as f64;
         self.account().rate.map(|rate| rate.bytes_per_second() / channels)
+    }
+
+    /// The part of a processor that a channel may use, where there is a budget.
+    pub(crate) fn work_share(&self) -> Option<f64> {
+        let channels = self.channels.load(Ordering::Relaxed) as f64;
+        self.account().budget.map(|budget| budget / channels)
     }
 
     /// Changes the rate, for all that is sent from now on.
@@ -145,6 +155,8 @@ mod tests {
     fn pieces_and_shares_follow_the_rate() {
         let limiter = Limiter::new(None, 2);
         assert_eq!((limiter.piece(), limiter.share()), (usize::MAX, None));
+        limiter.set_budget(NonZeroU32::new(30));
+        assert_eq!(limiter.work_share(), Some(0.15));
         limiter.set(Some(Rate::from_bytes_per_second(12.5e6)));
         assert_eq!((limiter.piece(), limiter.share()), (50_000, Some(6.25e6)));
         limiter.set(Some(Rate::from_bytes_per_second(1000.0)));
@@ -174,6 +186,26 @@ mod tests {
         assert!(half >= Duration::from_millis(340), "{half:?}");
         limiter.set_budget(None);
         assert!(work() < whole);
+    }
+
+    #[test]
+    fn nobody_waits_for_a_budget_that_was_lifted() {
+        let limiter = Limiter::new(None, 1);
+        limiter.set_budget(NonZeroU32::new(1));
+        std::thread::scope(|scope| {
+            // For a minute and a half.
+            let waiting = scope.spawn(|| limiter.worked(Duration::from_secs(1)));
+            let until = loop {
+                let until = limiter.account().worked_until;
+                if until > Instant::now() {
+                    break until;
+                }
+                std::thread::yield_now();
+            };
+            limiter.set_budget(None);
+            waiting.join().unwrap();
+            assert!(Instant::now() < until);
+        });
     }
 
     #[test]

@@ -248,7 +248,8 @@ impl Plan {
     pub(crate) fn cpu_budget(&self, rate: Rate) -> Option<String> {
         let all = f64::from(self.cpu_percent?.get());
         let share = (rate.bytes_per_second() / self.bytes_per_second).clamp(0.0, 1.0);
-        // Down to the whole number: all shares together are within the budget.
+        // Down to the whole number: all shares together are within the budget, but where one would
+        // get nothing.
         Some(format!("{}%", ((all * share) as u32).max(1)))
     }
 

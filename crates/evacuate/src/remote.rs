@@ -57,7 +57,8 @@ pub struct RemoteHands {
 struct Link {
     child: Child,
     answers: Receiver<std::io::Result<String>>,
-    knows_plan: bool,
+    /// The bandwidth of the plan that it knows, if it knows it: nothing else of a plan changes.
+    knows_plan: Option<f64>,
 }
 
 impl Drop for Link {
@@ -89,7 +90,7 @@ impl Link {
         };
         let reader = std::thread::Builder::new().name("hands".to_owned()).spawn(read);
         reader.map_err(|error| format!("no thread can be had: {error}"))?;
-        Ok(Self { child, answers, knows_plan: false })
+        Ok(Self { child, answers, knows_plan: None })
     }
 
     fn ask(&mut self, ask: &Ask) -> Result<Answer, String> {
@@ -189,9 +190,9 @@ impl RemoteHands {
             return None;
         }
         let told = self.connect().and_then(|link| {
-            if !link.knows_plan {
+            if link.knows_plan != Some(plan.bytes_per_second) {
                 link.ask(&Ask::Plan(plan.clone()))?;
-                link.knows_plan = true;
+                link.knows_plan = Some(plan.bytes_per_second);
             }
             link.ask(ask)
         });

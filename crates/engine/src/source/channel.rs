@@ -408,6 +408,7 @@ impl Channel {
         owned.begin(order.round);
         self.copy_segment(owned, order)?;
         owned.last_frame = self.sender.last_frame();
+        self.sender.pace();
         let after = self.sender.statistics();
         self.shared.link_share.memory_sent(after.sent - before.sent);
         self.shared.table.sent(owned.number, after.data - before.data);

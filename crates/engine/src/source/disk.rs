@@ -429,6 +429,7 @@ impl DiskChannel {
         let extent = Extent { run, content: OnDisk::Data };
         self.memory.remember(self.sender.building(), extent);
         self.counters.read.fetch_add(run.count.0, Ordering::Relaxed);
+        self.sender.pace();
         Ok(())
     }
 

@@ -86,6 +86,8 @@ pub(super) struct FrameSender {
     other: Vec<u8>,
     /// Runs from frame to frame.
     clock: ThreadClock,
+    /// Runs while there is a budget of processor time.
+    work: ThreadClock,
     statistics: RoundStatistics,
     /// Frames that went onto the link, whole.
     frames: u64,
@@ -106,6 +108,7 @@ impl FrameSender {
             chooser,
             other: vec![0; HEADER_LEN + worth(FRAME_PAGES << 12) + RUNS_LIMIT * RUN_LEN],
             clock: ThreadClock::default(),
+            work: ThreadClock::default(),
             statistics: RoundStatistics::default(),
             frames: 0,
         }
@@ -191,6 +194,7 @@ impl FrameSender {
         let raw = self.builder.data().len();
         self.chooser.limit(self.link.limiter.share());
         self.chooser.idle(self.link.live.idle());
+        self.chooser.budget(self.link.limiter.work_share());
         let mut codec = match self.link.live.compression() {
             Compression::Auto if raw > 0 => self.choose(segment),
             Compression::Auto => Codec::None,
@@ -233,11 +237,19 @@ impl FrameSender {
             elapsed: spent.elapsed,
             cpu: spent.cpu,
         });
-        if self.link.limiter.worked(spent.cpu) {
+        self.pace();
+        Ok(ByteCount(length as u64))
+    }
+
+    /// Counts what the thread has worked since it was counted last, also for what was not sent, and
+    /// waits until that is within the budget, if there is one.
+    pub(super) fn pace(&mut self) {
+        if self.link.limiter.work_share().is_none() {
+            self.work = ThreadClock::default();
+        } else if self.link.limiter.worked(self.work.lap().cpu) {
             // A wait that was ordered is none for the link.
             self.clock.begin();
         }
-        Ok(ByteCount(length as u64))
     }
 
     /// Sends the barrier that ends `round`, and all rounds if it is the `last` one.

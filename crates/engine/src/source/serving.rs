@@ -101,6 +101,7 @@ impl Serving {
     pub(super) fn for_another(source: &Source<'_>, own: &Own) -> Self {
         let nothing = source.ram.iter().map(|block| DirtyBitmap::new(block.pages())).collect();
         let lanes = Lanes::new(own, 1, source.common.codecs, false);
+        lanes.hurry();
         let mut serving = Self::new(source, nothing, &lanes);
         serving.unheard = true;
         serving

@@ -131,7 +131,7 @@ pub(super) const ROWS: Table<Settings> = Table(&[
     Setting {
         about: About {
             name: "max-throttle",
-            takes: Takes::Number { most: 99, unit: "percent" },
+            takes: Takes::Number { least: 0, most: 99, unit: "percent" },
             words: &[],
             default: "99",
             felt: Felt::AtOnce,
@@ -147,7 +147,7 @@ pub(super) const ROWS: Table<Settings> = Table(&[
     Setting {
         about: About {
             name: "delay-hot-percent",
-            takes: Takes::Number { most: 90, unit: "percent" },
+            takes: Takes::Number { least: 0, most: 90, unit: "percent" },
             words: &[],
             default: "30",
             felt: Felt::RoundEnd,
@@ -163,7 +163,7 @@ pub(super) const ROWS: Table<Settings> = Table(&[
     Setting {
         about: About {
             name: "delay-until-percent",
-            takes: Takes::Number { most: 100, unit: "percent" },
+            takes: Takes::Number { least: 0, most: 100, unit: "percent" },
             words: &[],
             default: "10",
             felt: Felt::RoundEnd,
@@ -179,7 +179,7 @@ pub(super) const ROWS: Table<Settings> = Table(&[
     Setting {
         about: About {
             name: "max-delay",
-            takes: Takes::Number { most: 1000, unit: "rounds" },
+            takes: Takes::Number { least: 0, most: 1000, unit: "rounds" },
             words: &[],
             default: "50",
             felt: Felt::RoundEnd,
@@ -195,7 +195,7 @@ pub(super) const ROWS: Table<Settings> = Table(&[
     Setting {
         about: About {
             name: "memory-share",
-            takes: Takes::Number { most: 1024, unit: "" },
+            takes: Takes::Number { least: 0, most: 1024, unit: "" },
             words: &[("auto", "")],
             default: "auto",
             felt: Felt::AtOnce,

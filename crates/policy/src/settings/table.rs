@@ -32,8 +32,10 @@ pub enum Takes {
         /// What one looks like.
         such_as: &'static str,
     },
-    /// A whole number from 0.
+    /// A whole number.
     Number {
+        /// The smallest.
+        least: u32,
         /// The largest.
         most: u32,
         /// What is counted; may be empty.
@@ -241,9 +243,9 @@ impl About {
                 let fits = (least..=most).contains(&time) || or_zero && time.is_zero();
                 fits.then_some(Value::Time(time)).ok_or_else(no)
             }
-            Takes::Number { most, .. } => {
+            Takes::Number { least, most, .. } => {
                 let bare = text.strip_suffix('%').unwrap_or(text);
-                let number = bare.parse().ok().filter(|number| *number <= most);
+                let number = bare.parse().ok().filter(|number| (least..=most).contains(number));
                 number.map(Value::Number).ok_or_else(no)
             }
             Takes::Rate { .. } => text.parse().map(Value::Rate).map_err(unclear),
@@ -263,7 +265,9 @@ impl About {
             Takes::Time { least, most, such_as, .. } => {
                 format!("use a time from {} to {}, such as {such_as}", whole(least), whole(most))
             }
-            Takes::Number { most, .. } => format!("use a whole number from 0 to {most}"),
+            Takes::Number { least, most, .. } => {
+                format!("use a whole number from {least} to {most}")
+            }
             Takes::Rate { such_as } => format!("use a rate such as {such_as}"),
             Takes::Other { such_as } => format!("use {such_as}"),
         };
@@ -282,8 +286,8 @@ impl About {
             Takes::Time { least, most, .. } => {
                 Some(format!("time, {} to {}", whole(least), whole(most)))
             }
-            Takes::Number { most, unit: "" } => Some(format!("0 to {most}")),
-            Takes::Number { most, unit } => Some(format!("{unit}, 0 to {most}")),
+            Takes::Number { least, most, unit: "" } => Some(format!("{least} to {most}")),
+            Takes::Number { least, most, unit } => Some(format!("{unit}, {least} to {most}")),
             Takes::Rate { .. } => Some("rate".to_owned()),
             Takes::Other { such_as } => Some(such_as.to_owned()),
         };
