@@ -1,5 +1,5 @@
-//! Pages of another process's memory that are still to come while it runs: who accesses one waits
-//! until it is placed (userfaultfd in missing mode, Documentation/admin-guide/mm/userfaultfd.rst).
+//! Pages of a process's memory that are still to come while it runs: who accesses one waits until
+//! it is placed (userfaultfd in missing mode, Documentation/admin-guide/mm/userfaultfd.rst).
 //!
 //! ```text
 //!  thread of the process          kernel                          godwit
@@ -12,7 +12,9 @@
 //!   descriptor of a userfaultfd is closed the kernel ends the registration, and the next access
 //!   finds a page of zeros (fs/userfaultfd.c, `userfaultfd_release`). So the process itself keeps a
 //!   descriptor: it closes when the process ends, and not before. When godwit is killed, those who
-//!   wait go on waiting, and [`MissingPages::take_again`] serves them.
+//!   wait go on waiting, and [`MissingPages::take_again`] serves them. Where the process is this
+//!   one ([`MissingPages::start_own`]), it closes when [`MissingPages`] is told that the pages are
+//!   there or that nobody will use them, and not when that is dropped.
 //! - *A page is placed once, and never over what is there.* The kernel refuses to fill a page that
 //!   has an entry. An entry that should not be there is an error, [`TrackError::Intruded`].
 //! - *What was discarded meanwhile is zeros, and stays so.* The kernel tells of `MADV_DONTNEED`,
@@ -35,7 +37,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::ops::{ControlFlow, Range};
-use std::os::fd::{AsFd, BorrowedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -48,7 +50,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 
 use crate::TrackError;
-use crate::attach::{Approach, Attachment, attach_filling, close_in, take_again};
+use crate::attach::{Approach, Attachment, Kind, attach_filling, attach_own, close_in, take_again};
 use crate::mappings::{AddressSpace, BlockMapping, open_pagemap};
 use crate::uapi::{self, Message};
 
@@ -91,10 +93,8 @@ const CHANGING: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct MissingPages {
     pid: i32,
-    approach: Approach,
     attachment: Attachment,
-    /// The number of the descriptor that the process keeps.
-    number: RawFd,
+    kept: Kept,
     ram: Arc<Vec<RamBlock>>,
     blocks: Vec<Vec<BlockMapping>>,
     /// What is registered.
@@ -105,6 +105,15 @@ pub struct MissingPages {
     /// How many threads want the state for what somebody waits for: those that place many pages let
     /// them go first. A mutex by itself is had again by whoever has just let go of it.
     urgent: AtomicUsize,
+}
+
+/// The descriptor that the process keeps.
+#[derive(Debug)]
+enum Kept {
+    /// Another process, under this number.
+    There { number: RawFd, approach: Approach },
+    /// This one, until it is let go of.
+    Here { number: RawFd, descriptor: Mutex<Option<OwnedFd>> },
 }
 
 /// What is known of the pages.
@@ -160,33 +169,59 @@ impl MissingPages {
         missing: Vec<DirtyBitmap>,
     ) -> Result<Self, TrackError> {
         let mappings = mappings_of(pid, blocks, &missing)?;
-        let ranges = ranges_of(&mappings, &missing);
-        let runs = ranges.iter().flatten().count();
-        if runs > Self::MOST_RUNS {
-            return Err(TrackError::TooManyRuns { runs, most: Self::MOST_RUNS });
-        }
-        let all: Vec<Range<u64>> = ranges.iter().flatten().cloned().collect();
-        let own = blocks.iter().zip(&ranges).filter(|(block, _)| !is_file(block));
-        let discarded: Vec<Range<u64>> = own.flat_map(|(_, of)| of).flat_map(in_pieces).collect();
+        let ranges = checked_ranges(&mappings, &missing)?;
+        let discarded = private(blocks, &ranges);
         // Where another userfaultfd is, to discard may take that one's leave; and it is refused
         // before anything is lost.
-        let is_free = |uffd: BorrowedFd<'_>| {
-            for (block, ranges) in blocks.iter().zip(&ranges) {
-                register(uffd, pid, block, ranges)?;
-                unregister(uffd, ranges);
-            }
-            Ok(())
-        };
+        let is_free = |uffd: BorrowedFd<'_>| are_free(uffd, pid, blocks, &ranges);
         let (attachment, number) = attach_filling(pid, approach, &discarded, &is_free)?;
-        let kept = (attachment, number);
-        let missing = Self::new(pid, approach, kept, blocks, (mappings, all), missing)?;
-        let armed = missing.arm(&ranges);
-        if let Err(error) = armed {
-            // Nobody runs on it: what was registered is taken back, and nothing stays.
-            let _ = missing.end();
-            return Err(error);
+        let kept = Kept::There { number, approach };
+        Self::armed(pid, (attachment, kept), blocks, (mappings, ranges), missing)
+    }
+
+    /// The same for a VMM's own memory: `mappings` tell for each block where it is mapped. Nobody
+    /// is traced or stopped. KVM's vCPUs wait as well as threads of this process.
+    ///
+    /// # Errors
+    /// As [`Self::start`]; this process needs the right to handle faults of the kernel.
+    ///
+    /// # Safety
+    /// The memory at `mappings` is that of `blocks`, and there are no references into it: what is
+    /// missing of it is thrown away.
+    #[allow(unsafe_code, reason = "only whoever has mapped the memory can promise that")]
+    pub unsafe fn start_own(
+        mappings: Vec<Vec<BlockMapping>>,
+        blocks: &Arc<Vec<RamBlock>>,
+        missing: Vec<DirtyBitmap>,
+    ) -> Result<Self, TrackError> {
+        let pid = std::process::id().cast_signed();
+        check_kinds(pid, blocks, &missing)?;
+        let ranges = checked_ranges(&mappings, &missing)?;
+        let attachment = attach_own(Kind::Filling)?;
+        are_free(attachment.userfaultfd(), pid, blocks, &ranges)?;
+        for range in private(blocks, &ranges) {
+            // SAFETY: within the mappings, of which the caller has promised it.
+            let discarded = unsafe { discard_own(&range) };
+            discarded.map_err(|source| TrackError::Missing { pid, source })?;
         }
-        Ok(missing)
+        let kept = attachment.userfaultfd().try_clone_to_owned();
+        let kept = kept.map_err(|source| TrackError::Missing { pid, source })?;
+        let kept = Kept::Here { number: kept.as_raw_fd(), descriptor: Mutex::new(Some(kept)) };
+        Self::armed(pid, (attachment, kept), blocks, (mappings, ranges), missing)
+    }
+
+    /// Whether this process can have its own pages awaited, as far as its rights and the kernel go.
+    ///
+    /// # Errors
+    /// Why it cannot.
+    ///
+    /// ```
+    /// if let Err(refused) = godwit_track::MissingPages::can_start_own() {
+    ///     println!("no post-copy: {refused}");
+    /// }
+    /// ```
+    pub fn can_start_own() -> Result<(), TrackError> {
+        attach_own(Kind::Filling).map(drop)
     }
 
     /// Goes on for a godwit that was killed: `number` is what its [`Self::number`] was, and
@@ -213,8 +248,8 @@ impl MissingPages {
                 awaited.clear(run);
             }
         }
-        let kept = (attachment, number);
-        let taken = Self::new(pid, approach, kept, blocks, (mappings, ranges), missing)?;
+        let kept = (attachment, Kept::There { number, approach });
+        let taken = Self::new(pid, kept, blocks, (mappings, ranges), missing)?;
         // Messages that the one before has read are told to nobody again, unless who waits is
         // woken and comes back.
         for range in &taken.ranges {
@@ -224,10 +259,27 @@ impl MissingPages {
         Ok(taken)
     }
 
+    /// Memory of which what is missing was thrown away, but for that of files.
+    fn armed(
+        pid: i32,
+        kept: (Attachment, Kept),
+        blocks: &Arc<Vec<RamBlock>>,
+        (mappings, ranges): (Vec<Vec<BlockMapping>>, Vec<Vec<Range<u64>>>),
+        awaited: Vec<DirtyBitmap>,
+    ) -> Result<Self, TrackError> {
+        let all = ranges.iter().flatten().cloned().collect();
+        let missing = Self::new(pid, kept, blocks, (mappings, all), awaited)?;
+        if let Err(error) = missing.arm(&ranges) {
+            // Nobody runs on it: what was registered is taken back, and nothing stays.
+            let _ = missing.end();
+            return Err(error);
+        }
+        Ok(missing)
+    }
+
     fn new(
         pid: i32,
-        approach: Approach,
-        (attachment, number): (Attachment, RawFd),
+        (attachment, kept): (Attachment, Kept),
         ram: &Arc<Vec<RamBlock>>,
         (blocks, ranges): (Vec<Vec<BlockMapping>>, Vec<Range<u64>>),
         awaited: Vec<DirtyBitmap>,
@@ -239,7 +291,7 @@ impl MissingPages {
         let (faults, measures) = (VecDeque::new(), MissingMeasures::default());
         let state = Mutex::new(State { awaited, asked, faults, measures });
         let (ram, urgent) = (Arc::clone(ram), AtomicUsize::new(0));
-        Ok(Self { pid, approach, attachment, number, ram, blocks, ranges, bell, state, urgent })
+        Ok(Self { pid, attachment, kept, ram, blocks, ranges, bell, state, urgent })
     }
 
     /// Lets accesses wait, and makes sure that none came before.
@@ -268,7 +320,8 @@ impl MissingPages {
     /// The number of the descriptor that the process keeps, by which another godwit goes on.
     #[must_use]
     pub fn number(&self) -> RawFd {
-        self.number
+        let (Kept::There { number, .. } | Kept::Here { number, .. }) = &self.kept;
+        *number
     }
 
     /// How long the process's main thread was stopped.
@@ -369,6 +422,15 @@ impl MissingPages {
         self.end()
     }
 
+    /// Ends it though pages have not come, and nobody will ever use the memory as it is: whoever
+    /// accesses a page that is missing finds zeros from here on.
+    ///
+    /// # Errors
+    /// The process keeps a descriptor that does nothing.
+    pub fn give_up(&self) -> Result<(), TrackError> {
+        self.end()
+    }
+
     /// Ends the registration and has the process close its descriptor.
     fn end(&self) -> Result<(), TrackError> {
         unregister(self.uffd(), &self.ranges);
@@ -384,11 +446,21 @@ impl MissingPages {
             };
             let reader =
                 std::thread::Builder::new().name("missing".to_owned()).spawn_scoped(scope, read);
-            let ended = close_in(self.pid, self.number, self.approach);
+            let ended = self.close_kept();
             closed.store(true, Ordering::Relaxed);
             reader.map_err(|error| self.failed(error))?;
             ended
         })
+    }
+
+    fn close_kept(&self) -> Result<(), TrackError> {
+        match &self.kept {
+            Kept::There { number, approach } => close_in(self.pid, *number, *approach),
+            Kept::Here { descriptor, .. } => {
+                drop(descriptor.lock().unwrap_or_else(PoisonError::into_inner).take());
+                Ok(())
+            }
+        }
     }
 
     /// Has `place` fill those of `pages` that are still to come.
@@ -582,6 +654,31 @@ impl MissingPages {
     }
 }
 
+impl Drop for MissingPages {
+    fn drop(&mut self) {
+        if let Kept::Here { descriptor, .. } = &self.kept {
+            let kept = descriptor.lock().unwrap_or_else(PoisonError::into_inner).take();
+            // Pages are missing, and whoever waits for one must not find zeros: it stays open for
+            // as long as this process lives.
+            std::mem::forget(kept);
+        }
+    }
+}
+
+/// Whether nobody else has registered `ranges`.
+fn are_free(
+    uffd: BorrowedFd<'_>,
+    pid: i32,
+    blocks: &[RamBlock],
+    ranges: &[Vec<Range<u64>>],
+) -> Result<(), TrackError> {
+    for (block, ranges) in blocks.iter().zip(ranges) {
+        register(uffd, pid, block, ranges)?;
+        unregister(uffd, ranges);
+    }
+    Ok(())
+}
+
 /// Lets accesses to `ranges` of `block` wait.
 fn register(
     uffd: BorrowedFd<'_>,
@@ -613,26 +710,38 @@ fn mappings_of(
     missing: &[DirtyBitmap],
 ) -> Result<Vec<Vec<BlockMapping>>, TrackError> {
     let space = AddressSpace::of(pid)?;
+    check_kinds(pid, blocks, missing)?;
+    let of_block = |(block, pages): (&RamBlock, &DirtyBitmap)| match lacks(pages) {
+        true => space.mappings_of(block),
+        false => Ok(Vec::new()),
+    };
+    blocks.iter().zip(missing).map(of_block).collect()
+}
+
+/// Whether pages of process `pid` can come one by one to the `blocks` in which some are missing;
+/// the others may be of any kind.
+fn check_kinds(pid: i32, blocks: &[RamBlock], missing: &[DirtyBitmap]) -> Result<(), TrackError> {
     let fit = blocks.iter().map(RamBlock::pages).eq(missing.iter().map(DirtyBitmap::len));
     if !fit {
         return Err(TrackError::Missing { pid, source: io::ErrorKind::InvalidInput.into() });
     }
-    let of_block = |(block, pages): (&RamBlock, &DirtyBitmap)| {
-        // Blocks of which nothing is missing may be of any kind.
-        if pages.next_run(PageIndex(0)).is_none() {
-            return Ok(Vec::new());
-        }
+    let cannot = |block: &RamBlock| {
         let fillable = match block.place() {
             Ok(Place::Process { pid: owner, .. }) => owner == pid,
             Ok(Place::File { .. }) => true,
             Err(_) => false,
         };
-        if !fillable || block.has_huge_pages() {
-            return Err(TrackError::NotFillable { block: block.name().to_owned() });
-        }
-        space.mappings_of(block)
+        !fillable || block.has_huge_pages()
     };
-    blocks.iter().zip(missing).map(of_block).collect()
+    let mut lacking = blocks.iter().zip(missing).filter(|(_, pages)| lacks(pages));
+    match lacking.find(|(block, _)| cannot(block)) {
+        Some((block, _)) => Err(TrackError::NotFillable { block: block.name().to_owned() }),
+        None => Ok(()),
+    }
+}
+
+fn lacks(pages: &DirtyBitmap) -> bool {
+    pages.next_run(PageIndex(0)).is_some()
 }
 
 fn is_file(block: &RamBlock) -> bool {
@@ -679,6 +788,35 @@ fn ranges_of(mappings: &[Vec<BlockMapping>], missing: &[DirtyBitmap]) -> Vec<Vec
         ranges
     };
     mappings.iter().zip(missing).map(of_block).collect()
+}
+
+/// The same, if they are not too many.
+fn checked_ranges(
+    mappings: &[Vec<BlockMapping>],
+    missing: &[DirtyBitmap],
+) -> Result<Vec<Vec<Range<u64>>>, TrackError> {
+    let ranges = ranges_of(mappings, missing);
+    let (runs, most) = (ranges.iter().flatten().count(), MissingPages::MOST_RUNS);
+    if runs > most { Err(TrackError::TooManyRuns { runs, most }) } else { Ok(ranges) }
+}
+
+/// Those of `ranges` that are no file's, in pieces to be thrown away.
+fn private(blocks: &[RamBlock], ranges: &[Vec<Range<u64>>]) -> Vec<Range<u64>> {
+    let own = blocks.iter().zip(ranges).filter(|(block, _)| !is_file(block));
+    own.flat_map(|(_, of)| of).flat_map(in_pieces).collect()
+}
+
+/// Throws away what this process has of private memory there.
+///
+/// # Safety
+/// Nobody holds references into it.
+#[allow(unsafe_code, reason = "madvise(2) of memory whose addresses were told")]
+unsafe fn discard_own(range: &Range<u64>) -> io::Result<()> {
+    let length = (range.end - range.start) as usize;
+    let start = std::ptr::with_exposed_provenance_mut(range.start as usize);
+    // SAFETY: as promised; the kernel refuses what is not mapped.
+    let outcome = unsafe { rustix::mm::madvise(start, length, rustix::mm::Advice::LinuxDontNeed) };
+    Ok(outcome?)
 }
 
 fn in_pieces(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {

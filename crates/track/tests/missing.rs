@@ -1,5 +1,5 @@
 //! Pages that come while a process runs that knows nothing of it: this test program, started once
-//! more.
+//! more. And those of this process itself.
 //!
 //! The process has private memory, or a file of its own; its threads read and write it, by
 //! themselves and by the kernel.
@@ -14,12 +14,13 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_bitmap::DirtyBitmap;
 use godwit_memory::{ProcessBacking, RamBlock};
-use godwit_track::{Approach, MissingPages, TrackError};
-use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_track::{Approach, BlockMapping, MissingPages, TrackError};
+use godwit_units::{Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 
 use role::Role;
@@ -561,4 +562,113 @@ fn who_uses_a_page_before_it_is_waited_for_is_found_out() {
     }
     assert!(matches!(error, TrackError::Intruded { page: 5, .. }), "{error}");
     assert_eq!(process.userfaultfds(), 0);
+}
+
+/// A thread of this process that reads a page, itself or by the kernel.
+fn reader(memory: Memory, page: u64, by_kernel: bool) -> JoinHandle<u64> {
+    std::thread::spawn(
+        move || {
+            if by_kernel { memory.load_by_kernel(page) } else { memory.load(page, 1) }
+        },
+    )
+}
+
+/// Memory of this process, of which pages 10 to 29 are to come.
+struct Own {
+    memory: Memory,
+    ram: Arc<Vec<RamBlock>>,
+}
+
+impl Own {
+    fn start(kind: Kind) -> Option<(Self, MissingPages)> {
+        println!("memory: {kind:?}");
+        if let Err(error) = MissingPages::can_start_own() {
+            let line = format!("\nSKIPPED a test of missing pages: {error}\n");
+            std::io::stderr().write_all(line.as_bytes()).unwrap();
+            return None;
+        }
+        let file = (kind == Kind::File).then(|| {
+            let file = File::from(memfd_create("ram", MemfdFlags::CLOEXEC).unwrap());
+            file.set_len(PAGES * PAGE_SIZE).unwrap();
+            file
+        });
+        let memory = Memory::map(file.as_ref());
+        (0..PAGES).for_each(|page| memory.store(page, OLD + page));
+        let number = file.as_ref().map(AsRawFd::as_raw_fd);
+        let ram = vec![block(std::process::id().cast_signed(), memory.0 as u64, number)];
+        let own = Self { memory, ram: Arc::new(ram) };
+        let missing = own.await_pages().unwrap();
+        Some((own, missing))
+    }
+
+    fn await_pages(&self) -> Result<MissingPages, TrackError> {
+        let (pages, address) = (PageRun::new(0, PAGES), Hva(self.memory.0 as u64));
+        let mappings = vec![vec![BlockMapping { pages, address }]];
+        let missing = vec![bitmap(&[PageRun::new(10, 20)])];
+        // SAFETY: the block is mapped there, and accessed by pointers only.
+        unsafe { MissingPages::start_own(mappings, &self.ram, missing) }
+    }
+
+    /// Throws a page away as a balloon would.
+    fn discard(&self, kind: Kind, page: u64) -> JoinHandle<i32> {
+        let memory = self.memory;
+        std::thread::spawn(move || {
+            let how = if kind == Kind::File { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
+            // SAFETY: a page of the mapping, which nobody holds a reference to.
+            unsafe { libc::madvise(memory.word(page, 0).cast(), PAGE_SIZE as usize, how) }
+        })
+    }
+}
+
+#[test]
+fn own_pages_come_to_threads_of_this_process_and_to_the_kernel() {
+    for kind in KINDS {
+        let Some((own, missing)) = Own::start(kind) else { return };
+        let waiting = [reader(own.memory, 12, false), reader(own.memory, 15, true)];
+        // What is there is had at once, and nobody else has these pages come.
+        assert_eq!(reader(own.memory, 9, false).join().unwrap(), OLD + 9);
+        assert!(matches!(own.await_pages(), Err(TrackError::Registered { .. })));
+        let until = Instant::now() + LIMIT;
+        let mut served = 0;
+        while served < 2 {
+            assert!(Instant::now() < until, "{served} were asked for");
+            served += serve(&missing, Duration::from_millis(10));
+        }
+        assert_eq!(waiting.map(|thread| thread.join().unwrap()), [NEW + 12, NEW + 15]);
+        // A page that is given back does not come any more.
+        let discarded = own.discard(kind, 20);
+        while !discarded.is_finished() {
+            assert_eq!(serve(&missing, Duration::from_millis(1)), 0);
+        }
+        assert_eq!(discarded.join().unwrap(), 0);
+        let empty = reader(own.memory, 20, false);
+        while !empty.is_finished() {
+            assert_eq!(serve(&missing, Duration::from_millis(1)), 0);
+        }
+        assert_eq!(empty.join().unwrap(), 0);
+        assert_eq!(missing.place(0, PageIndex(10), &new_pages(10, 20)).unwrap().0, 17);
+        missing.finish().unwrap();
+        drop(missing);
+        let read = [11, 20, 29, 30].map(|page| own.memory.load(page, 1));
+        assert_eq!(read, [NEW + 11, 0, NEW + 29, OLD + 30]);
+        // Nothing is registered any more.
+        drop(own.await_pages().unwrap());
+    }
+}
+
+#[test]
+fn nobody_finds_zeros_when_own_pages_are_forgotten_but_when_they_are_given_up() {
+    for kind in KINDS {
+        let Some((own, missing)) = Own::start(kind) else { return };
+        drop(missing);
+        let waiting = [reader(own.memory, 12, false), reader(own.memory, 15, true)];
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(!waiting.iter().any(JoinHandle::is_finished), "{kind:?}: a page that never came");
+
+        let Some((own, missing)) = Own::start(kind) else { return };
+        let waiting = reader(own.memory, 12, false);
+        missing.await_faults(LIMIT, &mut |_, page| assert_eq!(page, PageIndex(12))).unwrap();
+        missing.give_up().unwrap();
+        assert_eq!(waiting.join().unwrap(), 0);
+    }
 }

@@ -357,8 +357,8 @@ pub struct Kept {
     pub machine: String,
 }
 
-/// Pages that are still to come while the machine runs. [`MissingPages`] is one for the private
-/// memory of another process.
+/// Pages that are still to come while the machine runs. [`MissingPages`] is one for the memory of
+/// another process, or of the VMM's own ([`MissingPages::start_own`]).
 ///
 /// ```
 /// use godwit_engine::vm::ArrivingPages;
