@@ -28,6 +28,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use godwit_daemon::client::HostAddress;
 use godwit_engine::Cancel;
+use godwit_engine::handle::all_settings;
 use godwit_evacuate::{EvacuateError, Event, List, Moves, Plan, RedbStore, Runner, Store};
 use godwit_fleet::{Evacuation, NoFaults, run as run_virtually};
 use godwit_qemu::run_directory;
@@ -144,8 +145,15 @@ pub(crate) struct Arguments {
 
     /// The most processor time for all moves together on this host, 100%: one processor; each
     /// gets as much of it as of the bandwidth
-    #[arg(long, value_name = "PERCENT", conflicts_with = "resume", value_parser = percent)]
-    cpu_budget: Option<NonZeroU32>,
+    #[arg(
+        long,
+        value_name = "PERCENT",
+        default_value = "off",
+        conflicts_with = "resume",
+        value_parser = cpu_budget
+    )]
+    // By its whole name: an option that is always there, and may be off.
+    cpu_budget: std::option::Option<NonZeroU32>,
 
     /// Have each move work on these processors of the host only, as in 0-3,8; for VMs of QEMU's
     #[arg(long, value_name = "LIST", conflicts_with = "resume")]
@@ -444,15 +452,12 @@ fn planned(arguments: &Arguments) -> anyhow::Result<Plan> {
     Ok(plan)
 }
 
-/// What the setting `cpu-budget` may be at the most.
-const MOST_PERCENT: u32 = 100_000;
-
-/// A percentage, with or without its sign.
-fn percent(text: &str) -> Result<NonZeroU32, String> {
-    let number = text.strip_suffix('%').unwrap_or(text).parse().ok();
-    // One move alone gets all of it.
-    let number = number.filter(|number: &NonZeroU32| number.get() <= MOST_PERCENT);
-    number.ok_or_else(|| format!("use a whole number from 1 to {MOST_PERCENT}, such as 150%"))
+/// What the setting of that name takes: one move alone gets all of it.
+fn cpu_budget(text: &str) -> Result<Option<NonZeroU32>, String> {
+    let about = all_settings().find(|about| about.name == "cpu-budget");
+    let about = about.ok_or("there is no such setting")?;
+    let value = about.parse(text).map_err(|error| error.to_string())?;
+    Ok(NonZeroU32::new(value.number()))
 }
 
 /// What each `godwit migrate` is told besides what is its own.
@@ -483,6 +488,7 @@ mod tests {
         assert_eq!(options(&line.arguments), ["--cpus=0-1,3", "--hook-after=a b", "--verify"]);
         let budget = |text| Line::try_parse_from(["evacuate", "l", "--cpu-budget", text]);
         assert_eq!(budget("150%").unwrap().arguments.cpu_budget, NonZeroU32::new(150));
+        assert_eq!(budget("off").unwrap().arguments.cpu_budget, None);
         assert!(budget("0").is_err() && budget("much").is_err() && budget("100001").is_err());
         let resumes = ["evacuate", "--resume", "--cpus", "1"];
         assert!(Line::try_parse_from(resumes).is_err(), "the plan says that already");
