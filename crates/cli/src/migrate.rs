@@ -403,10 +403,6 @@ fn move_guest(
                          which waits for nobody";
             Err(RequestError::Refused(words.into()))
         }
-        VmName::Microvm(_) if options.post_copy != PostCopy::Never => {
-            let words = "--postcopy is for a QEMU: a microvm has no post-copy";
-            Err(RequestError::Refused(words.into()))
-        }
         VmName::Microvm(_) if arguments.state_dir.is_some() => {
             let words = "--state-dir is for a QEMU: what moves a microvm is its own process, and \
                          ends with it";

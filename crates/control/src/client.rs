@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use godwit_engine::destination::{Notice, Received};
+use godwit_engine::destination::{Fetched, Notice, Received};
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::measure::Measured;
 use godwit_engine::report::{Measures, Progress, Stage};
@@ -290,7 +290,12 @@ fn lost(
     // That the handover begins is told before COMMIT is sent, and what was told can be read when
     // the machine has gone; but a reader that was late may have missed it.
     let kept = stage != Some(Stage::Handover) && ago < FRESH && connection.has_ended();
-    let survivor = if kept { Survivor::Ended } else { Survivor::Unknown };
+    let survivor = match (kept, stage) {
+        // What had not followed has ended with it.
+        (_, Some(Stage::PostCopy)) => Survivor::Lost,
+        (true, _) => Survivor::Ended,
+        (false, _) => Survivor::Unknown,
+    };
     RequestError::Failed(Failure { phase, survivor, cause: EngineError::Vm(error.into()) })
 }
 
@@ -374,6 +379,7 @@ pub fn receive(
                 running,
                 total_us,
                 disks_to_ready_us,
+                fetched,
                 cost,
             } => {
                 let received = Received {
@@ -383,8 +389,7 @@ pub fn receive(
                     verified,
                     running,
                     total: Duration::from_micros(total_us),
-                    // A microvm has no post-copy.
-                    fetched: None,
+                    fetched: fetched.map(Fetched::from),
                     disks_to_ready: disks_to_ready_us.map(Duration::from_micros),
                 };
                 return Ok((received, cost));

@@ -4,15 +4,15 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use godwit_disk::{Disk, DiskChoice, check_granularity};
-use godwit_engine::destination::{DumpStage, Dumped, Notice, Received};
+use godwit_engine::destination::{DumpStage, Dumped, Fetched, Notice, Received};
 use godwit_engine::measure::Measured;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::security::SecurityWish;
 #[cfg(feature = "test-hooks")]
 use godwit_engine::source::Fault;
-use godwit_engine::source::{Options, Verify};
+use godwit_engine::source::{Options, PostCopy, Verify};
 use godwit_engine::{EngineError, Failure, Phase, Survivor, limits};
-use godwit_units::{ByteCount, PageCount};
+use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
 use serde::{Deserialize, Serialize};
 
 /// What is asked.
@@ -160,6 +160,9 @@ pub struct MigrateRequest {
     /// How long connections that are lost are tried for, in milliseconds; 0: not at all.
     #[serde(default = "reconnect_ms")]
     pub reconnect_ms: u64,
+    /// When the guest is to run there before all of its memory is, as for `--postcopy`.
+    #[serde(default = "never", skip_serializing_if = "is_never")]
+    pub postcopy: String,
     /// Leave the threads that read what comes from outside unconfined.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unconfined: bool,
@@ -180,6 +183,14 @@ fn one() -> usize {
 
 fn none() -> String {
     "none".to_owned()
+}
+
+fn never() -> String {
+    PostCopy::Never.to_string()
+}
+
+fn is_never(text: &str) -> bool {
+    text == "never"
 }
 
 fn reconnect_ms() -> u64 {
@@ -221,6 +232,7 @@ impl MigrateRequest {
             disk_granularity: disks.granularity.map(|size| size.0),
             security: security.clone(),
             reconnect_ms: millis(options.reconnect),
+            postcopy: options.post_copy.to_string(),
             unconfined: !options.confined,
         }
     }
@@ -260,6 +272,8 @@ impl MigrateRequest {
         options.fingerprints = self.fingerprints;
         options.keep_source = self.keep_source;
         options.reconnect = Duration::from_millis(self.reconnect_ms);
+        options.post_copy =
+            self.postcopy.parse().map_err(|error| format!("\"postcopy\": {error}"))?;
         #[cfg(feature = "test-hooks")]
         {
             options.fault = self.fault();
@@ -318,6 +332,8 @@ pub enum Answer {
         running: bool,
         total_us: u64,
         disks_to_ready_us: Option<u64>,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        fetched: Option<FetchedLine>,
         cost: Cost,
     },
     /// The migration failed.
@@ -579,6 +595,47 @@ impl From<NoticeLine> for Notice {
     }
 }
 
+/// What came when the guest ran here already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs, reason = "the fields are those of the engine's report")]
+pub struct FetchedLine {
+    pub missing_bytes: u64,
+    pub faults: u64,
+    pub discarded_pages: u64,
+    pub median_wait_us: u64,
+    pub p99_wait_us: u64,
+    pub longest_wait_us: u64,
+    pub time_us: u64,
+}
+
+impl From<Fetched> for FetchedLine {
+    fn from(fetched: Fetched) -> Self {
+        Self {
+            missing_bytes: fetched.missing.bytes().0,
+            faults: fetched.faults,
+            discarded_pages: fetched.discarded,
+            median_wait_us: micros(fetched.median_wait),
+            p99_wait_us: micros(fetched.p99_wait),
+            longest_wait_us: micros(fetched.longest_wait),
+            time_us: micros(fetched.time),
+        }
+    }
+}
+
+impl From<FetchedLine> for Fetched {
+    fn from(line: FetchedLine) -> Self {
+        Self {
+            missing: PageCount(line.missing_bytes / PAGE_SIZE),
+            faults: line.faults,
+            discarded: line.discarded_pages,
+            median_wait: Duration::from_micros(line.median_wait_us),
+            p99_wait: Duration::from_micros(line.p99_wait_us),
+            longest_wait: Duration::from_micros(line.longest_wait_us),
+            time: Duration::from_micros(line.time_us),
+        }
+    }
+}
+
 impl Answer {
     /// The line for a guest that is here.
     #[must_use]
@@ -591,6 +648,7 @@ impl Answer {
             running: received.running,
             total_us: micros(received.total),
             disks_to_ready_us: received.disks_to_ready.map(micros),
+            fetched: received.fetched.map(FetchedLine::from),
             cost,
         }
     }
@@ -607,7 +665,6 @@ impl Answer {
 #[cfg(test)]
 mod tests {
     use godwit_engine::security::Security;
-    use godwit_engine::source::PostCopy;
 
     use super::*;
 
@@ -674,7 +731,7 @@ mod tests {
             follow_record: None,
             // A command of who asks, which is refused for such a machine; so is the other.
             before_switchover: None,
-            post_copy: PostCopy::Never,
+            post_copy: PostCopy::After(2),
             confined: true,
             fault: Some(Fault::LoseCommit),
         };

@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use godwit_balloon::{Balloon, Discard, Features, FreeHints, Region, Statistic};
 use godwit_control::messages::BalloonStatus;
-use godwit_memory::RamBlock;
 use godwit_units::{Gpa, PAGE_SIZE, PageCount, PageRun};
 
 use crate::layout::BlockPlan;
@@ -21,13 +20,12 @@ pub(crate) struct BalloonDevice {
     balloon: Mutex<Balloon>,
 }
 
-/// Punches holes into the RAM files.
-struct Puncher<'a>(&'a [RamBlock]);
+/// Gives pages back to the host.
+struct Giver<'a>(&'a GuestRam);
 
-impl Discard for Puncher<'_> {
+impl Discard for Giver<'_> {
     fn discard(&mut self, block: usize, run: PageRun) {
-        // What the kernel refuses to free stays as it is, which the device may do.
-        let _ = self.0[block].zero(run);
+        self.0.give_back(block, run);
     }
 }
 
@@ -57,12 +55,11 @@ impl BalloonDevice {
     /// The guest writes it; requests are carried out before this returns.
     pub(crate) fn write(&self, offset: u64, bytes: &[u8], ram: &GuestRam) {
         if let Ok(bytes) = <[u8; 4]>::try_from(bytes) {
-            let blocks = ram.blocks();
             self.balloon().write(
                 offset,
                 u32::from_le_bytes(bytes),
                 ram.now().devices(),
-                &mut Puncher(&blocks),
+                &mut Giver(ram),
             );
         }
     }

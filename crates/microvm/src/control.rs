@@ -53,6 +53,9 @@ pub enum State {
     Gone,
     /// Stopped here, and perhaps running elsewhere: it runs here again only by force.
     InDoubt,
+    /// Nowhere whole: it ran at the destination before all of its memory was there, and one of both
+    /// machines has ended.
+    Lost,
 }
 
 /// What a machine is served with.
@@ -185,13 +188,19 @@ impl Host {
                 "if the guest runs at the destination, end this machine with quit; if not, it \
                  runs on here by resume --force",
             ),
+            State::Lost => (
+                "left with a part of a guest",
+                "the guest is lost, since it ran before all of its memory had followed; end this \
+                 machine with quit",
+            ),
         };
         Err(MicrovmError::WrongState { state, cure })
     }
 
     fn status(&self) -> Status {
         let machine = &self.machine;
-        let state = match *self.state() {
+        let now = *self.state();
+        let state = match now {
             State::Here if machine.is_running() => "running",
             State::Here => "paused",
             State::Incoming => "incoming",
@@ -200,6 +209,7 @@ impl Host {
             State::Plugging => "plugging",
             State::Gone => "gone",
             State::InDoubt => "in-doubt",
+            State::Lost => "lost",
         };
         let blocks = machine.ram().blocks();
         Status {
@@ -213,7 +223,12 @@ impl Host {
             ram_files: machine.ram().paths(),
             slots: machine.slots().len(),
             tracker: machine.tracking(),
-            balloon: machine.balloon(),
+            // Who looks at the guest's queues may have to wait for their pages.
+            balloon: if matches!(now, State::Arriving | State::Lost) {
+                None
+            } else {
+                machine.balloon()
+            },
         }
     }
 
@@ -246,6 +261,11 @@ impl Host {
                 self.machine.run();
                 Answer::Done
             }
+            State::Lost => refused(
+                "the guest is lost: a part of its memory is here, and a part in a machine that has \
+                 ended"
+                    .to_owned(),
+            ),
             State::InDoubt => refused(
                 "the guest perhaps runs at the destination, and must not run twice: look there \
                  (godwit microvm status), end that machine if the guest does not run in it, and \
@@ -353,6 +373,7 @@ impl Host {
         *self.state() = match result.as_ref().map_err(|failure| failure.survivor) {
             Ok(_) | Err(Survivor::Destination) => State::Gone,
             Err(Survivor::Unknown) => State::InDoubt,
+            Err(Survivor::Lost) => State::Lost,
             Err(_) => State::Here,
         };
         *self.handle() = None;
@@ -424,6 +445,7 @@ impl Host {
         *self.state() = match &result {
             Ok(_) => State::Here,
             Err(failure) if failure.survivor == Survivor::Unknown => State::Gone,
+            Err(failure) if failure.survivor == Survivor::Lost => State::Lost,
             Err(_) => State::Incoming,
         };
         line.say(&match result {

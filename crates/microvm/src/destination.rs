@@ -2,13 +2,21 @@
 //!
 //! Invariant: the guest runs only if a state was loaded without an error. A machine that was not
 //! run takes another attempt: pages and state of that overwrite what is there.
+//!
+//! A guest may run before all of its pages are here. They are awaited by this process's own page
+//! tables (`godwit_track::MissingPages::start_own`), as vCPUs and devices are threads of it; with
+//! the process the guest ends, so nobody can go on for it.
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use godwit_bitmap::DirtyBitmap;
 use godwit_disk::{Disk, DiskChoice, DiskReader, DiskSink};
-use godwit_engine::vm::{DestinationVm, DiskDestination, RunError, VmError};
+use godwit_engine::vm::{
+    ArrivingPages, DestinationVm, DiskDestination, PostCopyDestination, RunError, VmError,
+};
 use godwit_memory::RamBlock;
+use godwit_track::{MissingPages, other_writers};
 
 use crate::disk::NAME;
 use crate::{Machine, MicrovmError, blob};
@@ -19,13 +27,15 @@ pub struct MicrovmDestination<'a> {
     machine: &'a Machine,
     state: Arc<Mutex<Vec<u8>>>,
     loaded: bool,
+    /// Pages that are still to come, until the guest was discarded.
+    coming: Option<Arc<MissingPages>>,
 }
 
 impl<'a> MicrovmDestination<'a> {
     /// A machine in which no guest has run.
     #[must_use]
     pub fn new(machine: &'a Machine) -> Self {
-        Self { machine, state: Arc::default(), loaded: false }
+        Self { machine, state: Arc::default(), loaded: false, coming: None }
     }
 }
 
@@ -73,11 +83,43 @@ impl DestinationVm for MicrovmDestination<'_> {
         if self.machine.is_running() {
             self.machine.stop()?;
         }
-        Ok(())
+        match self.coming.take() {
+            Some(pages) => Ok(pages.give_up()?),
+            None => Ok(()),
+        }
     }
 
     fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
         Some(self)
+    }
+
+    fn post_copy(&mut self) -> Option<&mut dyn PostCopyDestination> {
+        Some(self)
+    }
+}
+
+impl PostCopyDestination for MicrovmDestination<'_> {
+    fn cannot_await(&mut self) -> Option<String> {
+        if let Err(error) = MissingPages::can_start_own() {
+            return Some(error.to_string());
+        }
+        let blocks = self.machine.ram().blocks();
+        let pid = std::process::id().cast_signed();
+        let writer = other_writers(pid, &blocks).into_iter().next()?;
+        Some(format!(
+            "process {} ({}) has RAM block '{}' as well, and would find zeros where pages are \
+             still to come: end it, or use pre-copy",
+            writer.pid, writer.command, writer.block
+        ))
+    }
+
+    fn await_pages(
+        &mut self,
+        missing: Vec<DirtyBitmap>,
+    ) -> Result<Arc<dyn ArrivingPages>, VmError> {
+        let pages = Arc::new(self.machine.ram().await_pages(missing)?);
+        self.coming = Some(Arc::clone(&pages));
+        Ok(pages)
     }
 }
 

@@ -14,12 +14,13 @@ use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, RwLock};
 
+use godwit_bitmap::DirtyBitmap;
 use godwit_memory::{MemoryError, RamBlock};
 use godwit_memslots::{Slot, SlotFlags, SlotId};
-use godwit_track::{BlockMapping, VhostLog, VhostLogRegion};
+use godwit_track::{BlockMapping, MissingPages, TrackError, VhostLog, VhostLogRegion};
 use godwit_units::{ByteCount, Gpa, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use rustix::fs::MemfdFlags;
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
@@ -145,6 +146,40 @@ impl GuestRam {
             address: Hva(placed.base.as_ptr() as u64),
         };
         self.now().placed.iter().map(|placed| vec![mapping(placed)]).collect()
+    }
+
+    /// Gives `run` of block number `block` back to the host: it holds zeros then. Whoever has its
+    /// pages awaited is told (madvise(2), MADV_REMOVE, userfaultfd(2)): they are not to come any
+    /// more. What the kernel refuses to free stays as it is.
+    pub(crate) fn give_back(&self, block: usize, run: PageRun) {
+        let now = self.now();
+        let Some(placed) = now.placed.get(block) else { return };
+        let all = PageRun::new(0, placed.size / PAGE_SIZE);
+        let Some(run) = all.intersect(run) else { return };
+        let (at, length) = ((run.start.0 * PAGE_SIZE) as usize, run.count.bytes().0 as usize);
+        // SAFETY: within the mapping, which `now` holds. It is shared memory of the guest's, into
+        // which there are no references.
+        let removed = unsafe {
+            let start = placed.base.as_ptr().add(at);
+            rustix::mm::madvise(start.cast(), length, Advice::LinuxRemove)
+        };
+        if removed.is_err() {
+            let _ = now.blocks[block].zero(run);
+        }
+    }
+
+    /// Throws away the pages in `missing`, one bitmap a block, and lets whoever accesses one wait
+    /// until it is placed. No block may be plugged in meanwhile.
+    ///
+    /// # Errors
+    /// When that is not possible; what was thrown away is lost then.
+    pub(crate) fn await_pages(
+        &self,
+        missing: Vec<DirtyBitmap>,
+    ) -> Result<MissingPages, TrackError> {
+        // SAFETY: these are the blocks and where they are mapped, until the machine ends. There are
+        // no references into guest memory.
+        unsafe { MissingPages::start_own(self.mappings(), &self.blocks(), missing) }
     }
 
     /// The log of what devices wrote, for a tracker. Page tables see device writes by themselves;

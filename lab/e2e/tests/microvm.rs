@@ -5,7 +5,8 @@ use std::os::unix::net::UnixStream;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{
-    LIMIT, MicroPair, await_copying, check_refused, check_rights, check_untouched, oldest,
+    LIMIT, MicroPair, await_copying, check_no_userfaultfd, check_refused, check_rights,
+    check_untouched, oldest,
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
@@ -522,6 +523,114 @@ fn machines_that_do_not_fit() -> anyhow::Result<()> {
         pair.check_untouched()?;
     }
     Ok(())
+}
+
+/// Leaves at once, so slowly that its memory takes seconds to follow.
+/// Connections that are lost are made again.
+const FOLLOWED: &[&str] = &[
+    "--postcopy",
+    "now",
+    "--max-bandwidth",
+    "20MiB/s",
+    "--compression",
+    "none",
+    "--reconnect",
+    "60s",
+];
+
+fn follows(line: &Value) -> bool {
+    line["stage"] == "post-copy"
+}
+
+#[test]
+fn a_guest_leaves_by_post_copy_and_can_leave_again() -> anyhow::Result<()> {
+    // Mutation: what the balloon gives back is punched out of the file without a word.
+    let test = "a_guest_leaves_by_post_copy_and_can_leave_again";
+    let busy = ["--memory", "128MiB", "--cpus", "2", "--mode", "full", "--working-set", "32MiB"];
+    let churn = ["--memory", "128MiB", "--mode", "churn", "--balloon", "hints,reporting"];
+    let in_page_tables = [&busy[..], &["--tracker", "pagemap"]].concat();
+    for (options, after) in
+        [(&busy[..], "now"), (&churn[..], "now"), (&in_page_tables[..], "after 1")]
+    {
+        let Some(mut pair) = MicroPair::start(test, options)? else { return Ok(()) };
+        let moved = [&["--postcopy", after], &FOLLOWED[2..]].concat();
+        let (migrate, receive) = pair.migrate(&moved)?;
+        pair.check_moved(&migrate).with_context(|| format!("{options:?}"))?;
+        let (sent, came) = (&migrate.last()["post_copy"], &receive.last()["fetched"]);
+        println!("{options:?}: {sent} {came}");
+        ensure!(sent["missing_bytes"].as_u64() > Some(0), "{}", migrate.last());
+        ensure!(sent["missing_bytes"] == came["missing_bytes"], "{sent} {came}");
+        ensure!(came["faults"].as_u64() > Some(0), "{came}");
+        // Free pages that are reported meanwhile do not come any more.
+        let given = came["discarded_pages"].as_u64();
+        ensure!(options != churn || given > Some(0), "{came}");
+        ensure!(pair.source.wait(LIMIT)?.success(), "{}", pair.source.errors());
+        check_no_userfaultfd(pair.destination.pid())?;
+        let third = MicroVm::start(&pair.godwit, &[options, &["--incoming"]].concat())?;
+        pair.source = std::mem::replace(&mut pair.destination, third);
+        pair.second_attempt()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_link_that_is_cut_while_memory_follows_is_waited_for() -> anyhow::Result<()> {
+    let test = "a_link_that_is_cut_while_memory_follows_is_waited_for";
+    let Some(pair) = MicroPair::start(test, SMALL)? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let link = Link::to(&address)?;
+    let migrate = pair.godwit.migrate(&pair.source, link.address(), FOLLOWED)?;
+    migrate.wait_for("the guest to run there", LIMIT, follows)?;
+    link.cut();
+    receive.wait_for("severed", LIMIT, |line: &Value| line["event"] == "severed")?;
+    // Whoever asks how it is waits for no page of the guest's.
+    ensure!(pair.destination.status()? == "arriving");
+    let refused = pair.destination.ask("pause");
+    ensure!(refused.is_ok_and(|said| said["answer"] == "refused"), "a guest was paused on its way");
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    link.mend();
+    let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+    pair.check_moved(&migrate)?;
+    ensure!(migrate.last()["post_copy"]["resumptions"] == 1, "{}", migrate.last());
+    ensure!(receive.last()["outcome"] == "running", "{}", receive.last());
+    check_no_userfaultfd(pair.destination.pid())
+}
+
+#[test]
+fn a_guest_whose_source_ends_before_its_memory_came_is_lost_and_called_so() -> anyhow::Result<()> {
+    let test = "a_guest_whose_source_ends_before_its_memory_came_is_lost_and_called_so";
+    let Some(mut pair) = MicroPair::start(test, SMALL)? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, FOLLOWED)?;
+    migrate.wait_for("the guest to run there", LIMIT, follows)?;
+    pair.source.kill();
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(migrate.last()["guest"] == "lost", "{} {}", migrate.last(), migrate.errors);
+    // It waits for a source that may only be far away; its machine is ended by hand.
+    receive.wait_for("severed", LIMIT, |line: &Value| line["event"] == "severed")?;
+    ensure!(pair.destination.status()? == "arriving");
+    pair.destination.ask("quit")?;
+    ensure!(pair.destination.wait(LIMIT)?.success(), "{}", pair.destination.errors());
+    let receive = receive.wait(LIMIT)?;
+    ensure!(!receive.status.success(), "{}", receive.last());
+    Ok(())
+}
+
+#[test]
+fn a_destination_that_refuses_the_state_awaits_nothing_any_more() -> anyhow::Result<()> {
+    let test = "a_destination_that_refuses_the_state_awaits_nothing_any_more";
+    let more = [SMALL, &["--cpus", "2"]].concat();
+    let Some(mut pair) = MicroPair::start_apart(test, SMALL, &more)? else { return Ok(()) };
+    let (migrate, _) = pair.migrate(FOLLOWED)?;
+    check_refused(&migrate, 1, &["start both with the same --cpus"])?;
+    pair.check_untouched()?;
+    check_no_userfaultfd(pair.destination.pid())?;
+    ensure!(pair.destination.status()? == "incoming");
+    // The same machine takes its own guest in, whole.
+    let twin = MicroVm::start(&pair.godwit, &more)?;
+    twin.wait_ready(LIMIT)?;
+    drop(std::mem::replace(&mut pair.source, twin));
+    pair.second_attempt()
 }
 
 #[test]
