@@ -32,11 +32,11 @@ demo: ## move a running guest between two VMs (DEMO=qemu|kvm|microvm), with proo
 	  elif [ -z "$$machines" ]; then machines=microvm; echo "no QEMU to be had: using microvms"; \
 	  else exit 1; fi; \
 	fi; \
-	echo "building godwit"; \
-	$(CARGO) build --quiet --release --package godwit-cli --package godwit-demo --bin godwit --bin godwit-demo || exit 1; \
+	echo "building godwit, without all optimisation (figures of a release build are in docs/benchmarks.md)"; \
+	$(CARGO) build --quiet --package godwit-cli --package godwit-demo --bin godwit --bin godwit-demo || exit 1; \
 	for machine in $$machines; do \
 	  [ "$$machine" = "$${machines%% *}" ] || echo; \
-	  target/release/godwit-demo --machine $$machine $(DEMO_ARGUMENTS) || exit $$?; \
+	  target/debug/godwit-demo --machine $$machine $(DEMO_ARGUMENTS) || exit $$?; \
 	done
 
 # Tests make up faults by options that only this feature brings. Programs and tests are built by one
