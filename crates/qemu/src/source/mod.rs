@@ -19,12 +19,12 @@
 
 mod back_ends;
 mod capabilities;
+mod examine;
 mod stop;
+mod vm;
 
 use std::collections::BTreeSet;
-use std::io::Read;
 use std::net::Shutdown;
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::Sender;
@@ -33,36 +33,36 @@ use std::time::{Duration, Instant};
 
 use godwit_disk::DiskChoice;
 use godwit_engine::Interrupt;
-use godwit_engine::vm::{Brake, DirectIo, DiskVm, SourceVm, SwitchoverCosts, VmError};
+use godwit_engine::vm::VmError;
 use godwit_memory::RamBlock;
-use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
+use godwit_track::{GovernorMeasures, PagemapTracker, kernel_support};
 use godwit_units::ByteCount;
 use godwit_vcpu_throttle::{Measures, VcpuThrottle};
 
 use crate::QemuError;
-use crate::compare::{self, Terms};
-use crate::device_ram::{self, DeviceRam, Loader};
-use crate::device_state;
+use crate::compare::Terms;
+use crate::device_ram::{DeviceRam, Loader};
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Drive, Found, Granularity, ListedDisk, Tracking};
 use crate::fate::Fate;
 use crate::guard::{self, Guard, Left, Stage};
 use crate::left;
-use crate::libvirt::{QUESTION, SourceDomain};
+use crate::libvirt::SourceDomain;
 use crate::limits::Limits;
-use crate::machine::{Machine, Reporting, is_over};
+use crate::machine::{Machine, Reporting};
 use crate::mark::{LEFT, record_in};
-use crate::monitor::commands::{AnnounceSelf, CloseFd, MigrateContinue, QueryMigrate, Quit};
-use crate::monitor::{Event, Monitor, QmpError, Seen};
+use crate::monitor::commands::{AnnounceSelf, CloseFd, QueryMigrate};
+use crate::monitor::{Event, Monitor, QmpError};
 use crate::proxmox::ProxmoxVm;
 use crate::ram::{Ram, StateBy, is_same};
 use crate::settings::MigrationSettings;
 use crate::start;
-use crate::upgrade::{InPlace, NothingToTrack};
-use crate::userfaultfd;
+use crate::upgrade::InPlace;
 use crate::way_back;
 
 use back_ends::{BackEnds, pids};
+pub(crate) use examine::examine;
+use examine::{Examined, examine_left};
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
@@ -685,94 +685,6 @@ impl QemuSource {
     }
 }
 
-/// What a look at a source has found.
-pub(crate) struct Examined {
-    ram: Arc<Vec<RamBlock>>,
-    state_by: StateBy,
-    device_ram: Vec<DeviceRam>,
-    back_ends: Option<BackEnds>,
-    was_running: bool,
-    /// What it took to look at this QEMU, and at all other processes.
-    looked: Duration,
-    processes_looked: Duration,
-    direct_io: bool,
-    parts: BTreeSet<String>,
-    vcpus: Vec<i32>,
-}
-
-/// Looks at a QEMU and refuses what cannot be migrated. Changes nothing.
-///
-/// # Errors
-/// What stands against it, with the cure.
-pub(crate) fn examine(machine: &mut Machine) -> Result<Examined, QemuError> {
-    let state = machine.run_state()?;
-    let cure = match state.as_str() {
-        "running" | "paused" => "",
-        "inmigrate" => "it waits for a migration itself; are source and destination exchanged?",
-        "postmigrate" => "its guest was migrated away; `cont` here only if it runs nowhere else",
-        "finish-migrate" => {
-            "another migration is under way, or one was cut off: `migrate_cancel` ends that"
-        }
-        _ => "it must be running or paused",
-    };
-    let cure = match state.as_str() {
-        "postmigrate" | "finish-migrate" | "paused" => guard::cure(machine.pid).unwrap_or(cure),
-        _ => cure,
-    };
-    if !cure.is_empty() {
-        return Err(QemuError::SourceState { state, cure });
-    }
-    let migration = machine.migration_state()?;
-    if !is_over(&migration) {
-        let cure = "another migration is under way: wait for it, or end it with `migrate_cancel`";
-        return Err(QemuError::SourceState { state: migration, cure });
-    }
-    let looking = Instant::now();
-    let fronts = machine.check_source()?;
-    let alone = !fronts.is_empty();
-    let Ram { blocks, state_by, device_ram } = Ram::of_source(machine, alone)?;
-    let ram = Arc::new(blocks);
-    machine.check_mappings(&ram)?;
-    let back_ends = BackEnds::look(machine, fronts, &ram)?;
-    let vcpus = machine.vcpu_threads()?;
-    let direct_io = machine.direct_io()?;
-    let parts = machine.parts()?;
-    let looked = looking.elapsed();
-    machine.check_writers(&ram, &pids(back_ends.as_ref()))?;
-    let processes_looked = looking.elapsed() - looked;
-    Ok(Examined {
-        ram,
-        state_by,
-        device_ram,
-        back_ends,
-        was_running: state == "running",
-        looked,
-        processes_looked,
-        direct_io,
-        parts,
-        vcpus,
-    })
-}
-
-/// Looks at a QEMU whose guest has left without all of its memory, or is about to, and where the
-/// godwit was killed that saw to it: only its memory counts.
-fn examine_left(machine: &mut Machine) -> Result<Examined, QemuError> {
-    let fronts = machine.check_source()?;
-    let Ram { blocks, state_by, device_ram } = Ram::of_source(machine, !fronts.is_empty())?;
-    Ok(Examined {
-        ram: Arc::new(blocks),
-        state_by,
-        device_ram,
-        back_ends: None,
-        was_running: true,
-        looked: Duration::ZERO,
-        processes_looked: Duration::ZERO,
-        direct_io: false,
-        parts: BTreeSet::new(),
-        vcpus: machine.vcpu_threads()?,
-    })
-}
-
 /// The state a MIGRATION event reports; empty for other events.
 pub(crate) fn migration_event(event: &Event) -> String {
     let status = event.data["status"].as_str().filter(|_| event.name == "MIGRATION");
@@ -800,212 +712,6 @@ pub(crate) fn failure_words(qmp: &mut dyn Monitor, otherwise: &str) -> String {
 }
 
 const SILENT: &str = "it gives no reason; see its standard error";
-
-impl SourceVm for QemuSource {
-    fn machine(&self) -> &'static str {
-        "qemu"
-    }
-
-    fn ram(&self) -> Arc<Vec<RamBlock>> {
-        match self.in_place {
-            Some(_) => Arc::default(),
-            None => Arc::clone(&self.ram),
-        }
-    }
-
-    fn was_running(&self) -> bool {
-        self.was_running
-    }
-
-    fn has_ended(&self) -> bool {
-        self.machine.process.has_ended()
-    }
-
-    fn befallen(&mut self) -> Option<String> {
-        self.take_events();
-        let Self { fate, machine, .. } = self;
-        let ended = machine.process.has_ended();
-        // An answer that does not come is found out by whoever needs one.
-        fate.words(ended, || machine.run_state().unwrap_or_default())
-    }
-
-    fn heed(&mut self, interrupt: &Interrupt) {
-        self.machine.qmp.heed(interrupt);
-    }
-
-    fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
-        if question == QUESTION {
-            return self.describe();
-        }
-        if question == start::QUESTION {
-            return self.describe_qemu();
-        }
-        let moving: Vec<String> = self.moving.iter().map(|disk| disk.node.clone()).collect();
-        compare::answer(&mut self.machine, question, &self.terms, &moving)
-    }
-
-    fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
-        if self.in_place.is_some() {
-            return Ok(Arc::new(NothingToTrack));
-        }
-        let tracker = Arc::new(userfaultfd::start_tracking(&mut self.machine, &self.ram)?);
-        self.tracking_stop = tracker.attachment().stopped();
-        self.tracker = Arc::downgrade(&tracker);
-        match &mut self.back_ends {
-            Some(back_ends) => Ok(back_ends.track(tracker, &self.ram)?),
-            None => Ok(tracker),
-        }
-    }
-
-    fn tracking_stop(&self) -> Duration {
-        self.tracking_stop
-    }
-
-    fn switchover_costs(&self) -> SwitchoverCosts {
-        // What is looked at again is looked at by the same commands.
-        let processes =
-            if self.processes_are_due() { self.processes_looked } else { Duration::ZERO };
-        let own_blocks = match self.state_by {
-            StateBy::Migration => OWN_BLOCKS,
-            StateBy::Saving => Duration::ZERO,
-        };
-        let lead = self.looked + processes + own_blocks;
-        let bytes = device_ram::allocated(&self.device_ram);
-        SwitchoverCosts { lead, bytes, ..SwitchoverCosts::default() }
-    }
-
-    fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
-        self.check_processes()?;
-        if let Some(back_ends) = &mut self.back_ends {
-            back_ends.prepare(&mut self.machine)?;
-        }
-        if let Some(guard) = &mut self.guard {
-            guard.renew(&self.machine)?;
-        }
-        if self.state_by == StateBy::Saving {
-            self.machine_type = device_state::machine_type(&mut self.machine)?;
-            let (saved_to, state) = device_state::passed_on();
-            self.saved_to = Some(saved_to);
-            return Ok(Box::new(state));
-        }
-        let (ours, theirs) = UnixStream::pair()
-            .map_err(|source| QemuError::System { step: "socketpair", source })?;
-        let handle =
-            ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
-        let settings = MigrationSettings::look(&mut *self.machine.qmp, None)?;
-        self.note(|left| left.settings = Some(settings.clone()))?;
-        let settings = self.settings.insert(settings);
-        settings.apply(&mut *self.machine.qmp).map_err(QemuError::from)?;
-        self.machine.qmp.pass_fd(FD_NAME, theirs.as_fd())?;
-        self.state = Some(handle);
-        Ok(Box::new(ours))
-    }
-
-    fn stop(&mut self) -> Result<Instant, VmError> {
-        let stopped = self.stop_guest();
-        self.remove_throttle();
-        let stopped = stopped?;
-        self.await_back_ends()?;
-        Ok(stopped)
-    }
-
-    fn release_state(&mut self) -> Result<(), VmError> {
-        self.released = true;
-        if self.state_by == StateBy::Saving {
-            let devices = {
-                let Self { machine, machine_type, device_ram, loader, .. } = self;
-                device_state::save(machine, machine_type, device_ram, *loader, SAVE_LIMIT)?
-            };
-            // Nobody has to have read it by now: it may be more than is taken before the last round
-            // has ended. Who read it may also be gone, which is found out by whoever waits for it.
-            let _ = self.saved_to.take().map(|to| to.send(devices));
-            return Ok(());
-        }
-        self.machine.qmp.run(&MigrateContinue { state: "pre-switchover" })?;
-        Ok(())
-    }
-
-    fn state_saved(&mut self) -> Result<(), VmError> {
-        // All memory has been looked at for the last time.
-        self.back_ends.as_ref().map_or(Ok(()), BackEnds::check_intact)?;
-        if self.state_by == StateBy::Saving {
-            // It was saved before it was passed on.
-            self.take_events();
-            return Ok(());
-        }
-        let Self { machine, fate, .. } = self;
-        let qmp = &mut *machine.qmp;
-        let reached = qmp.watch("the end of its migration", SAVE_LIMIT, &mut |event| {
-            fate.take(event);
-            let ended = migration_event(event);
-            match ended.as_str() {
-                "failed" | "completed" | "cancelled" => Seen::Awaited,
-                _ => Seen::TakenIn,
-            }
-        })?;
-        match migration_event(&reached).as_str() {
-            "completed" => Ok(()),
-            _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }.into()),
-        }
-    }
-
-    fn handing_over(&mut self) -> Result<(), VmError> {
-        // The lock stays, wherever the guest is then.
-        Ok(self.note(|left| (left.stage, left.lock) = (Stage::HandingOver, None))?)
-    }
-
-    fn resume(&mut self) -> Result<(), VmError> {
-        self.remove_throttle();
-        if self.stopping {
-            // It may have been handed over, and was discarded there.
-            let lock = self.proxmox.clone().filter(|_| self.locked);
-            self.note_if_possible(|left| (left.stage, left.lock) = (Stage::Stopping, lock));
-        }
-        // A QEMU that answers nothing does not run the guest either.
-        let back = self.bring_back().and_then(|()| Ok(self.machine.run_state().map(drop)?));
-        if let Err(QemuError::Qmp(QmpError::Closed { .. })) = back {
-            // A process closes its sockets a moment before it has ended, and has_ended is asked
-            // next.
-            let _ = self.machine.process.ends_within(END_LIMIT);
-        }
-        Ok(back?)
-    }
-
-    fn retire(&mut self, keep: bool) -> Result<(), VmError> {
-        self.remove_throttle();
-        self.state = None;
-        if keep {
-            self.end_disk_tracking()?;
-            self.lift_disk_limits()?;
-            self.restore_settings()?;
-            // It stays stopped, as the operator wanted, and nothing is left to be done.
-            self.note_if_possible(|left| left.stage = Stage::Copying);
-            return Ok(self.clear_left()?);
-        }
-        match self.machine.qmp.run(&Quit) {
-            Ok(_) | Err(QmpError::Closed { .. }) => {
-                // It is about to end, and whatever was changed in it.
-                self.note_if_possible(|left| *left = Left::at(Stage::Copying, false));
-                Ok(self.domain.as_ref().map_or(Ok(()), SourceDomain::leave)?)
-            }
-            Err(error) => Err(error.into()),
-        }
-    }
-
-    fn brake(&mut self) -> Option<&mut dyn Brake> {
-        Some(self)
-    }
-
-    fn moving_disks(&mut self) -> Option<&mut dyn DiskVm> {
-        if !self.moving.is_empty() { Some(self) } else { None }
-    }
-
-    fn direct_io(&mut self) -> Option<&mut dyn DirectIo> {
-        let late = self.back_ends.as_ref().is_some_and(BackEnds::land_late);
-        // What lands late lands in memory that stays.
-        if self.in_place.is_none() && (self.direct_io || late) { Some(self) } else { None }
-    }
-}
 
 impl Drop for QemuSource {
     /// Whoever only looked, gave up without a word or is in doubt leaves nothing behind either.

@@ -1,0 +1,231 @@
+//! The QEMU as the engine sees it.
+
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use godwit_engine::Interrupt;
+use godwit_engine::vm::{Brake, DirectIo, DiskVm, SourceVm, SwitchoverCosts, VmError};
+use godwit_memory::RamBlock;
+use godwit_track::DirtyTracker;
+
+use super::back_ends::BackEnds;
+use super::{
+    END_LIMIT, FD_NAME, OWN_BLOCKS, QemuSource, SAVE_LIMIT, SILENT, failure_words, migration_event,
+};
+use crate::guard::{Left, Stage};
+use crate::libvirt::{QUESTION, SourceDomain};
+use crate::monitor::commands::{MigrateContinue, Quit};
+use crate::monitor::{QmpError, Seen};
+use crate::ram::StateBy;
+use crate::settings::MigrationSettings;
+use crate::upgrade::NothingToTrack;
+use crate::{QemuError, compare, device_ram, device_state, start, userfaultfd};
+
+impl SourceVm for QemuSource {
+    fn machine(&self) -> &'static str {
+        "qemu"
+    }
+
+    fn ram(&self) -> Arc<Vec<RamBlock>> {
+        match self.in_place {
+            Some(_) => Arc::default(),
+            None => Arc::clone(&self.ram),
+        }
+    }
+
+    fn was_running(&self) -> bool {
+        self.was_running
+    }
+
+    fn has_ended(&self) -> bool {
+        self.machine.process.has_ended()
+    }
+
+    fn befallen(&mut self) -> Option<String> {
+        self.take_events();
+        let Self { fate, machine, .. } = self;
+        let ended = machine.process.has_ended();
+        // An answer that does not come is found out by whoever needs one.
+        fate.words(ended, || machine.run_state().unwrap_or_default())
+    }
+
+    fn heed(&mut self, interrupt: &Interrupt) {
+        self.machine.qmp.heed(interrupt);
+    }
+
+    fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
+        if question == QUESTION {
+            return self.describe();
+        }
+        if question == start::QUESTION {
+            return self.describe_qemu();
+        }
+        let moving: Vec<String> = self.moving.iter().map(|disk| disk.node.clone()).collect();
+        compare::answer(&mut self.machine, question, &self.terms, &moving)
+    }
+
+    fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
+        if self.in_place.is_some() {
+            return Ok(Arc::new(NothingToTrack));
+        }
+        let tracker = Arc::new(userfaultfd::start_tracking(&mut self.machine, &self.ram)?);
+        self.tracking_stop = tracker.attachment().stopped();
+        self.tracker = Arc::downgrade(&tracker);
+        match &mut self.back_ends {
+            Some(back_ends) => Ok(back_ends.track(tracker, &self.ram)?),
+            None => Ok(tracker),
+        }
+    }
+
+    fn tracking_stop(&self) -> Duration {
+        self.tracking_stop
+    }
+
+    fn switchover_costs(&self) -> SwitchoverCosts {
+        // What is looked at again is looked at by the same commands.
+        let processes =
+            if self.processes_are_due() { self.processes_looked } else { Duration::ZERO };
+        let own_blocks = match self.state_by {
+            StateBy::Migration => OWN_BLOCKS,
+            StateBy::Saving => Duration::ZERO,
+        };
+        let lead = self.looked + processes + own_blocks;
+        let bytes = device_ram::allocated(&self.device_ram);
+        SwitchoverCosts { lead, bytes, ..SwitchoverCosts::default() }
+    }
+
+    fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
+        self.check_processes()?;
+        if let Some(back_ends) = &mut self.back_ends {
+            back_ends.prepare(&mut self.machine)?;
+        }
+        if let Some(guard) = &mut self.guard {
+            guard.renew(&self.machine)?;
+        }
+        if self.state_by == StateBy::Saving {
+            self.machine_type = device_state::machine_type(&mut self.machine)?;
+            let (saved_to, state) = device_state::passed_on();
+            self.saved_to = Some(saved_to);
+            return Ok(Box::new(state));
+        }
+        let (ours, theirs) = UnixStream::pair()
+            .map_err(|source| QemuError::System { step: "socketpair", source })?;
+        let handle =
+            ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
+        let settings = MigrationSettings::look(&mut *self.machine.qmp, None)?;
+        self.note(|left| left.settings = Some(settings.clone()))?;
+        let settings = self.settings.insert(settings);
+        settings.apply(&mut *self.machine.qmp).map_err(QemuError::from)?;
+        self.machine.qmp.pass_fd(FD_NAME, theirs.as_fd())?;
+        self.state = Some(handle);
+        Ok(Box::new(ours))
+    }
+
+    fn stop(&mut self) -> Result<Instant, VmError> {
+        let stopped = self.stop_guest();
+        self.remove_throttle();
+        let stopped = stopped?;
+        self.await_back_ends()?;
+        Ok(stopped)
+    }
+
+    fn release_state(&mut self) -> Result<(), VmError> {
+        self.released = true;
+        if self.state_by == StateBy::Saving {
+            let devices = {
+                let Self { machine, machine_type, device_ram, loader, .. } = self;
+                device_state::save(machine, machine_type, device_ram, *loader, SAVE_LIMIT)?
+            };
+            // Nobody has to have read it by now: it may be more than is taken before the last round
+            // has ended. Who read it may also be gone, which is found out by whoever waits for it.
+            let _ = self.saved_to.take().map(|to| to.send(devices));
+            return Ok(());
+        }
+        self.machine.qmp.run(&MigrateContinue { state: "pre-switchover" })?;
+        Ok(())
+    }
+
+    fn state_saved(&mut self) -> Result<(), VmError> {
+        // All memory has been looked at for the last time.
+        self.back_ends.as_ref().map_or(Ok(()), BackEnds::check_intact)?;
+        if self.state_by == StateBy::Saving {
+            // It was saved before it was passed on.
+            self.take_events();
+            return Ok(());
+        }
+        let Self { machine, fate, .. } = self;
+        let qmp = &mut *machine.qmp;
+        let reached = qmp.watch("the end of its migration", SAVE_LIMIT, &mut |event| {
+            fate.take(event);
+            let ended = migration_event(event);
+            match ended.as_str() {
+                "failed" | "completed" | "cancelled" => Seen::Awaited,
+                _ => Seen::TakenIn,
+            }
+        })?;
+        match migration_event(&reached).as_str() {
+            "completed" => Ok(()),
+            _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }.into()),
+        }
+    }
+
+    fn handing_over(&mut self) -> Result<(), VmError> {
+        // The lock stays, wherever the guest is then.
+        Ok(self.note(|left| (left.stage, left.lock) = (Stage::HandingOver, None))?)
+    }
+
+    fn resume(&mut self) -> Result<(), VmError> {
+        self.remove_throttle();
+        if self.stopping {
+            // It may have been handed over, and was discarded there.
+            let lock = self.proxmox.clone().filter(|_| self.locked);
+            self.note_if_possible(|left| (left.stage, left.lock) = (Stage::Stopping, lock));
+        }
+        // A QEMU that answers nothing does not run the guest either.
+        let back = self.bring_back().and_then(|()| Ok(self.machine.run_state().map(drop)?));
+        if let Err(QemuError::Qmp(QmpError::Closed { .. })) = back {
+            // A process closes its sockets a moment before it has ended, and has_ended is asked
+            // next.
+            let _ = self.machine.process.ends_within(END_LIMIT);
+        }
+        Ok(back?)
+    }
+
+    fn retire(&mut self, keep: bool) -> Result<(), VmError> {
+        self.remove_throttle();
+        self.state = None;
+        if keep {
+            self.end_disk_tracking()?;
+            self.lift_disk_limits()?;
+            self.restore_settings()?;
+            // It stays stopped, as the operator wanted, and nothing is left to be done.
+            self.note_if_possible(|left| left.stage = Stage::Copying);
+            return Ok(self.clear_left()?);
+        }
+        match self.machine.qmp.run(&Quit) {
+            Ok(_) | Err(QmpError::Closed { .. }) => {
+                // It is about to end, and whatever was changed in it.
+                self.note_if_possible(|left| *left = Left::at(Stage::Copying, false));
+                Ok(self.domain.as_ref().map_or(Ok(()), SourceDomain::leave)?)
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn brake(&mut self) -> Option<&mut dyn Brake> {
+        Some(self)
+    }
+
+    fn moving_disks(&mut self) -> Option<&mut dyn DiskVm> {
+        if !self.moving.is_empty() { Some(self) } else { None }
+    }
+
+    fn direct_io(&mut self) -> Option<&mut dyn DirectIo> {
+        let late = self.back_ends.as_ref().is_some_and(BackEnds::land_late);
+        // What lands late lands in memory that stays.
+        if self.in_place.is_none() && (self.direct_io || late) { Some(self) } else { None }
+    }
+}
