@@ -18,13 +18,22 @@ help: ## list the targets
 # into DEMO_ARGUMENTS.
 DEMO ?=
 DEMO_ARGUMENTS ?=
+# Built once, for somebody who waits.
+DEMO_BUILD := CARGO_INCREMENTAL=0 $(CARGO) build --quiet
 
 .PHONY: demo
 demo: ## move a running guest between two VMs (DEMO=qemu|kvm|microvm), with proof that its memory arrived exact
-	@machines='$(DEMO)'; \
+	@machines='$(DEMO)'; provided=; \
 	case "$$machines" in ''|qemu|kvm|microvm) ;; *) echo "DEMO=$$machines: it must be qemu, kvm or microvm; arguments go into DEMO_ARGUMENTS" >&2; exit 2;; esac; \
 	if [ "$$machines" != microvm ]; then \
-	  if $(MAKE) --no-print-directory guest qemu; then \
+	  $(DEMO_BUILD) --package xtask || exit 1; \
+	  echo "guest and QEMU are made ready while godwit is built"; \
+	  { target/debug/xtask guest && target/debug/xtask qemu; } & provided=$$!; \
+	fi; \
+	echo "building godwit, without all optimisation (figures of a release build are in docs/benchmarks.md)"; \
+	$(DEMO_BUILD) --package godwit-cli --package godwit-demo --bin godwit --bin godwit-demo || { [ -z "$$provided" ] || kill $$provided 2>/dev/null; exit 1; }; \
+	if [ -n "$$provided" ]; then \
+	  if wait $$provided; then \
 	    if [ -z "$$machines" ]; then \
 	      if [ -w /dev/kvm ]; then machines='qemu kvm'; \
 	      else machines=qemu; echo "no right to /dev/kvm, or no KVM: the guest runs under emulation alone"; fi; \
@@ -32,8 +41,6 @@ demo: ## move a running guest between two VMs (DEMO=qemu|kvm|microvm), with proo
 	  elif [ -z "$$machines" ]; then machines=microvm; echo "no QEMU to be had: using microvms"; \
 	  else exit 1; fi; \
 	fi; \
-	echo "building godwit, without all optimisation (figures of a release build are in docs/benchmarks.md)"; \
-	$(CARGO) build --quiet --package godwit-cli --package godwit-demo --bin godwit --bin godwit-demo || exit 1; \
 	for machine in $$machines; do \
 	  [ "$$machine" = "$${machines%% *}" ] || echo; \
 	  target/debug/godwit-demo --machine $$machine $(DEMO_ARGUMENTS) || exit $$?; \
@@ -178,6 +185,10 @@ qemu: ## install QEMU and qemu-utils if missing; unpack QEMU 10 into target/qemu
 .PHONY: nats
 nats: ## unpack a NATS server, for the tests of several coordinators: target/nats
 	@$(CARGO) run --quiet --package xtask -- nats
+
+.PHONY: book
+book: ## the documents as one book, by mdBook, which is built if missing: target/book/html/index.html
+	@$(CARGO) run --quiet --package xtask -- book
 
 .PHONY: previous
 previous: ## build the godwit of the release before this one, for the test that runs both: target/previous
