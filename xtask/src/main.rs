@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod apt;
+mod book;
 mod cpio;
 mod database;
 mod deb;
@@ -22,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const USAGE: &str =
-    "usage: cargo run -p xtask -- guest|guest-database|witnesses|stamp|image|qemu|nats|deb
+    "usage: cargo run -p xtask -- guest|guest-database|witnesses|stamp|image|qemu|nats|book|deb
   guest   builds target/guest/vmlinuz and target/guest/initramfs.cpio
   guest-database  runs a guest that fills a database: its memory is target/guest/database.ram
   witnesses  makes target/witnesses: guests with a program and a check that are not ours
@@ -30,6 +31,7 @@ const USAGE: &str =
   image   makes target/image: that program as kernel and initramfs, as an ISO, and for cloud images
   qemu    installs QEMU and its image tools if missing, and unpacks QEMU 10 into target/qemu-10.0
   nats    unpacks a NATS server into target/nats
+  book    makes target/book/html of the documents
   deb     makes target/deb/godwit_VERSION_ARCHITECTURE.deb; --binary PATH for another build's
           program, --out DIR for another place";
 
@@ -44,6 +46,7 @@ fn main() -> ExitCode {
         "qemu" => qemu::provide(),
         "nats" => nats::provide(),
         "previous" => previous::provide(),
+        "book" => book::build(),
         "deb" => deb::build(std::env::args().skip(2)),
         _ => {
             eprintln!("{USAGE}");
