@@ -28,6 +28,8 @@ use crate::say;
 
 /// The guest cannot go on.
 const GUEST_DIED: u8 = 4;
+/// For what is to be said to the other side of a migration, and to who watches it.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// A small VM with godwit inside, for those who have no QEMU and those who write VMMs.
 ///
@@ -48,7 +50,7 @@ pub(crate) enum Command {
     /// Plug memory into a machine while its guest runs, or while it waits for one
     Plug(Plug),
     /// End a machine
-    Quit(Socket),
+    Quit(Quit),
 }
 
 /// Which machine.
@@ -67,6 +69,18 @@ pub(crate) struct Resume {
 
     /// Also a guest that is in doubt after a migration: you have seen that it does not run at the
     /// destination, and never will. If it did, it would run twice
+    #[arg(long)]
+    force: bool,
+}
+
+/// Which machine, and whatever becomes of its guest.
+#[derive(Debug, Args)]
+pub(crate) struct Quit {
+    #[command(flatten)]
+    socket: Socket,
+
+    /// Also one whose guest runs, here or at the other side, before all of its memory is there: the
+    /// guest is lost
     #[arg(long)]
     force: bool,
 }
@@ -236,7 +250,9 @@ pub(crate) fn run(command: &Command) -> ExitCode {
             told(path, &request, &asked)
         }
         Command::Plug(arguments) => plug(arguments),
-        Command::Quit(socket) => told(&socket.path, &Request::Quit, "the machine ends"),
+        Command::Quit(Quit { socket, force }) => {
+            told(&socket.path, &Request::Quit { force: *force }, "the machine ends")
+        }
     };
     outcome.unwrap_or_else(|error| {
         eprintln!("godwit: {}", say::line(error));
@@ -339,11 +355,15 @@ fn run_machine(arguments: &Run) -> Result<ExitCode, MicrovmError> {
     }
     let state = if arguments.incoming { server::State::Incoming } else { server::State::Here };
     let serve = |path: &PathBuf| server::serve(&machine, state, path, &events_in);
-    let _socket = arguments.control.as_ref().map(serve).transpose()?;
+    let served = arguments.control.as_ref().map(serve).transpose()?;
     if !arguments.incoming {
         machine.run();
     }
     let code = await_end(&events, &cancel);
+    machine.set_ended();
+    if let Some(served) = &served {
+        served.settle(LAST_WORDS);
+    }
     // Conversations on the control socket still hold the machine; its files go with the process.
     machine.ram().remove_names();
     Ok(ExitCode::from(code))

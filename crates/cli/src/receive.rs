@@ -749,6 +749,11 @@ fn tell_failure(failure: &Failure, again: Option<Again>, json: bool) {
             "IN DOUBT: godwit recover --vm VM, on both sides, tells who has it and what to do"
                 .to_owned()
         }
+        Survivor::Lost => {
+            "the guest is LOST: it ran here before all of its memory was, and a part \
+                           of that has ended; end both VMs, and start it again"
+                .to_owned()
+        }
         _ => match again {
             Some(again) => format!("the guest does not run here; {}", again.cure()),
             None => "the guest does not run here".to_owned(),

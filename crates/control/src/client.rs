@@ -291,10 +291,10 @@ fn lost(
     // the machine has gone; but a reader that was late may have missed it.
     let kept = stage != Some(Stage::Handover) && ago < FRESH && connection.has_ended();
     let survivor = match (kept, stage) {
-        // What had not followed has ended with it.
-        (_, Some(Stage::PostCopy)) => Survivor::Lost,
-        (true, _) => Survivor::Ended,
-        (false, _) => Survivor::Unknown,
+        // What had not followed has ended with it, unless all had.
+        (_, Some(Stage::PostCopy)) if connection.has_ended() => Survivor::Lost,
+        (true, Some(Stage::PreCopy | Stage::StopAndCopy) | None) => Survivor::Ended,
+        _ => Survivor::Unknown,
     };
     RequestError::Failed(Failure { phase, survivor, cause: EngineError::Vm(error.into()) })
 }
@@ -353,16 +353,19 @@ pub fn receive(
     is_there(path, cancel).map_err(RequestError::Refused)?;
     let mut connection =
         Connection::open(path, &Request::Receive(request)).map_err(RequestError::Refused)?;
+    // Whether the guest runs there and not all of its memory is known to have come.
+    let mut fetches = false;
     loop {
         let answer = connection.next(cancel, None).map_err(|error| match connection.stranger {
             true => RequestError::Refused(error),
             false => {
                 let cause = EngineError::Vm(error.into());
-                RequestError::Failed(Failure {
-                    phase: Phase::Handover,
-                    survivor: Survivor::Source,
-                    cause,
-                })
+                let survivor = match fetches {
+                    true if connection.has_ended() => Survivor::Lost,
+                    true => Survivor::Unknown,
+                    false => Survivor::Source,
+                };
+                RequestError::Failed(Failure { phase: Phase::Handover, survivor, cause })
             }
         });
         match answer? {
@@ -370,7 +373,11 @@ pub fn receive(
                 return Err(RequestError::Refused(connection.problem(&error)));
             }
             Answer::Listening { address } => listening(&address),
-            Answer::Notice(line) => notice(&line.into()),
+            Answer::Notice(line) => {
+                let told = line.into();
+                fetches |= matches!(told, Notice::Fetching { .. });
+                notice(&told);
+            }
             Answer::Received {
                 bytes,
                 load_us,

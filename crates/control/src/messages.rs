@@ -30,7 +30,11 @@ pub enum Request {
         force: bool,
     },
     /// End the machine.
-    Quit,
+    Quit {
+        /// Also where that loses a guest that has left, or come, before all of its memory.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        force: bool,
+    },
     /// Ask the guest to give back so much of its memory, in all.
     Balloon {
         /// Whole pages; the rest is left off.
@@ -358,7 +362,10 @@ pub struct MigrationLook {
 /// The machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Status {
-    /// running, paused, incoming, leaving, arriving, plugging or gone.
+    /// running, paused, incoming, leaving, arriving, plugging, gone or in-doubt; in post-copy at
+    /// the source `follows`, when the guest has left and memory is to follow it, and at the
+    /// destination `lacks-pages`, when it runs there without all of it; lost, when a part of that
+    /// has ended.
     pub state: String,
     /// The VMM's process.
     pub pid: u32,

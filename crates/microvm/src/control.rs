@@ -5,11 +5,13 @@
 //! again; and of two requests that would change the state one is refused.
 
 use std::io::{BufRead, BufReader, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use godwit_control::messages::{
     Answer, Cost, MigrateRequest, Plugged, ReceiveRequest, Request, Status,
@@ -19,6 +21,7 @@ use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::measure::measure;
+use godwit_engine::report::Stage;
 use godwit_engine::{Cancel, Survivor, destination, source};
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
 
@@ -33,6 +36,10 @@ const PLUGGING: &str = "it is given more memory just now: wait until that is don
 /// To who has plugged memory in that the guest will not use.
 const UNTOLD: &str = "the guest does not know of it: its list of plugged blocks or its page \
                       tables, which are in its own memory, make no sense";
+/// To who would end a machine that has a part of a guest's memory.
+const IN_TWO_PLACES: &str = "memory of its guest is still to come from one machine to the other, \
+                             and the guest is lost if one of them ends: wait until it has, or \
+                             end it with --force";
 /// A client that does not read for so long is given up; the migration goes on.
 const WRITE_LIMIT: Duration = Duration::from_secs(5);
 
@@ -66,6 +73,26 @@ struct Host {
     events: Sender<MachineEvent>,
     /// The migration under way.
     handle: Mutex<Option<MigrationHandle>>,
+    /// Conversations that move a guest.
+    moving: AtomicUsize,
+}
+
+/// A machine that is served; not any more when this is dropped.
+#[derive(Debug)]
+pub struct Served {
+    _socket: Socket,
+    host: Arc<Host>,
+}
+
+impl Served {
+    /// Lets whoever moves the guest say what became of it, to the other side and to who asked, when
+    /// the machine has ended ([`Machine::set_ended`]): for up to `limit`.
+    pub fn settle(&self, limit: Duration) {
+        let until = Instant::now() + limit;
+        while self.host.moving.load(Ordering::SeqCst) > 0 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
 }
 
 /// Serves `machine` at `path` in threads of its own. `events` is told when the machine is to end.
@@ -77,22 +104,40 @@ pub fn serve(
     state: State,
     path: &Path,
     events: &Sender<MachineEvent>,
-) -> Result<Socket, MicrovmError> {
+) -> Result<Served, MicrovmError> {
     let (listener, socket) = bind(path)?;
     let host = Host {
         machine: Arc::clone(machine),
         state: Mutex::new(state),
         events: events.clone(),
         handle: Mutex::default(),
+        moving: AtomicUsize::new(0),
     };
     let host = Arc::new(host);
+    let serving = Arc::clone(&host);
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
-            let host = Arc::clone(&host);
+            let host = Arc::clone(&serving);
             std::thread::spawn(move || host.converse(stream));
         }
     });
-    Ok(socket)
+    Ok(Served { _socket: socket, host })
+}
+
+/// While a guest is moved.
+struct Moving<'a>(&'a AtomicUsize);
+
+impl<'a> Moving<'a> {
+    fn begin(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(count)
+    }
+}
+
+impl Drop for Moving<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 /// While memory is plugged in. The state before comes back however that ends.
@@ -114,8 +159,12 @@ impl Line {
     fn say(&self, answer: &Answer) {
         let Ok(mut text) = serde_json::to_string(answer) else { return };
         text.push('\n');
-        // Nobody listens any more: that shows as the end of the other direction.
-        let _ = self.0.lock().unwrap_or_else(PoisonError::into_inner).write_all(text.as_bytes());
+        let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if stream.write_all(text.as_bytes()).is_err() {
+            // Nobody listens any more, or not for long. Half a line must not be followed by
+            // another; the other direction stays open, as its end has a meaning of its own.
+            let _ = stream.shutdown(Shutdown::Write);
+        }
     }
 }
 
@@ -135,7 +184,10 @@ impl Host {
             Ok(Request::Resume { force }) => self.resume(force),
             Ok(Request::Balloon { bytes }) => self.set_balloon(ByteCount(bytes)),
             Ok(Request::Plug { bytes, slots }) => self.plug(ByteCount(bytes), slots),
-            Ok(Request::Quit) => {
+            Ok(Request::Quit { force: false }) if self.is_in_two_places() => {
+                refused(IN_TWO_PLACES.to_owned())
+            }
+            Ok(Request::Quit { .. }) => {
                 line.say(&Answer::Done);
                 let _ = self.events.send(MachineEvent::Quit);
                 return;
@@ -197,10 +249,28 @@ impl Host {
         Err(MicrovmError::WrongState { state, cure })
     }
 
+    /// How far the guest is on its way out.
+    fn stage(&self) -> Option<Stage> {
+        self.handle().as_ref()?.progress().map(|progress| progress.stage)
+    }
+
+    /// Whether the guest has left this machine, and some of its memory is only here; or runs in
+    /// this one without all of it.
+    fn is_in_two_places(&self) -> bool {
+        let now = *self.state();
+        match now {
+            State::Leaving => self.stage() == Some(Stage::PostCopy),
+            State::Arriving => self.machine.is_running(),
+            _ => false,
+        }
+    }
+
     fn status(&self) -> Status {
         let machine = &self.machine;
         let now = *self.state();
         let state = match now {
+            State::Leaving if self.is_in_two_places() => "follows",
+            State::Arriving if machine.is_running() => "lacks-pages",
             State::Here if machine.is_running() => "running",
             State::Here => "paused",
             State::Incoming => "incoming",
@@ -223,11 +293,12 @@ impl Host {
             ram_files: machine.ram().paths(),
             slots: machine.slots().len(),
             tracker: machine.tracking(),
-            // Who looks at the guest's queues may have to wait for their pages.
-            balloon: if matches!(now, State::Arriving | State::Lost) {
-                None
-            } else {
-                machine.balloon()
+            // Who looks at the guest's queues writes to its memory, which has to be all here, and
+            // its own.
+            balloon: match now {
+                State::Here | State::Plugging => machine.balloon(),
+                State::Leaving if machine.is_running() => machine.balloon(),
+                _ => None,
             },
         }
     }
@@ -268,8 +339,8 @@ impl Host {
             ),
             State::InDoubt => refused(
                 "the guest perhaps runs at the destination, and must not run twice: look there \
-                 (godwit microvm status), end that machine if the guest does not run in it, and \
-                 then resume this one with --force"
+                 (godwit microvm status: running, or lacks-pages, say that it does), end that \
+                 machine if the guest does not run in it, and then resume this one with --force"
                     .to_owned(),
             ),
             State::Plugging => refused(PLUGGING.to_owned()),
@@ -328,7 +399,7 @@ impl Host {
             return refused(error.to_string());
         }
         let cancel = Cancel::default();
-        cancel_at_end(reader, cancel.clone());
+        cancel_at_end(reader, cancel.clone(), || true);
         let mut vm = MicrovmSource::new(&self.machine);
         let measured = measure(&mut vm, Duration::from_millis(time_ms), &cancel);
         *self.state() = State::Here;
@@ -365,8 +436,15 @@ impl Host {
                 return line.say(&refused(error.to_string()));
             }
         };
+        let _moving = Moving::begin(&self.moving);
         *self.handle() = Some(handle.clone());
-        cancel_at_end(reader, cancel);
+        let seen = handle.clone();
+        // Who only leaves when the guest is handed over gives nothing up by that: there is nobody
+        // else who could serve its pages, or find out where it runs.
+        cancel_at_end(reader, cancel, move || {
+            let stage = seen.progress().map(|progress| progress.stage);
+            !matches!(stage, Some(Stage::Handover | Stage::PostCopy))
+        });
         let meter = Meter::start(&self.machine);
         let result =
             source::migrate(&mut vm, &options, &handle, &mut |progress| line.say(&progress.into()));
@@ -422,9 +500,10 @@ impl Host {
         if let Err(error) = self.take(State::Incoming, State::Arriving) {
             return line.say(&refused(error.to_string()));
         }
+        let _moving = Moving::begin(&self.moving);
         line.say(&Answer::Listening { address: address.to_string() });
         let cancel = Cancel::default();
-        cancel_at_end(reader, cancel.clone());
+        cancel_at_end(reader, cancel.clone(), || true);
         let meter = Meter::start(&self.machine);
         let mut vm = MicrovmDestination::new(&self.machine);
         #[allow(clippy::needless_update, reason = "there are more in a build with test hooks")]
@@ -459,14 +538,20 @@ fn refused(error: String) -> Answer {
     Answer::Refused { error }
 }
 
-/// Cancels when the other side stops sending.
-fn cancel_at_end(mut reader: impl BufRead + Send + 'static, cancel: Cancel) {
+/// Cancels when the other side stops sending, if that `may` be then.
+fn cancel_at_end(
+    mut reader: impl BufRead + Send + 'static,
+    cancel: Cancel,
+    may: impl FnOnce() -> bool + Send + 'static,
+) {
     std::thread::spawn(move || {
         let mut ignored = String::new();
         while matches!(reader.read_line(&mut ignored), Ok(1..)) {
             ignored.clear();
         }
-        cancel.cancel();
+        if may() {
+            cancel.cancel();
+        }
     });
 }
 

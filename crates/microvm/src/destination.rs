@@ -16,7 +16,7 @@ use godwit_engine::vm::{
     ArrivingPages, DestinationVm, DiskDestination, PostCopyDestination, RunError, VmError,
 };
 use godwit_memory::RamBlock;
-use godwit_track::{MissingPages, other_writers};
+use godwit_track::{MissingPages, other_mappers};
 
 use crate::disk::NAME;
 use crate::{Machine, MicrovmError, blob};
@@ -80,13 +80,14 @@ impl DestinationVm for MicrovmDestination<'_> {
     fn discard(&mut self) -> Result<(), VmError> {
         self.loaded = false;
         self.state.lock().unwrap_or_else(PoisonError::into_inner).clear();
-        if self.machine.is_running() {
-            self.machine.stop()?;
-        }
-        match self.coming.take() {
-            Some(pages) => Ok(pages.give_up()?),
-            None => Ok(()),
-        }
+        let stopped =
+            if self.machine.is_running() { self.machine.stop().map(drop) } else { Ok(()) };
+        let given_up = self.coming.take().map_or(Ok(()), |pages| pages.give_up());
+        stopped.map_err(VmError::from).and(given_up.map_err(VmError::from))
+    }
+
+    fn has_ended(&self) -> bool {
+        self.machine.has_ended()
     }
 
     fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
@@ -104,8 +105,15 @@ impl PostCopyDestination for MicrovmDestination<'_> {
             return Some(error.to_string());
         }
         let blocks = self.machine.ram().blocks();
+        if let Some(huge) = blocks.iter().find(|block| block.has_huge_pages()) {
+            return Some(format!(
+                "RAM block '{}' is in huge pages, which cannot be filled one by one: leave its \
+                 path out, or have it on a tmpfs",
+                huge.name()
+            ));
+        }
         let pid = std::process::id().cast_signed();
-        let writer = other_writers(pid, &blocks).into_iter().next()?;
+        let writer = other_mappers(pid, &blocks).into_iter().next()?;
         Some(format!(
             "process {} ({}) has RAM block '{}' as well, and would find zeros where pages are \
              still to come: end it, or use pre-copy",

@@ -82,6 +82,7 @@ pub struct Machine {
     tracking: Tracking,
     msrs: Vec<u32>,
     running: AtomicBool,
+    ended: AtomicBool,
 }
 
 impl Machine {
@@ -143,8 +144,8 @@ impl Machine {
             let _ = bus.rings.set(rings);
         }
         let vcpus = Vcpus::start(vcpus, &bus, events)?;
-        let running = AtomicBool::new(false);
-        Ok(Self { vcpus, bus, vm, map, reader, tracking, msrs, running })
+        let (running, ended) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Self { vcpus, bus, vm, map, reader, tracking, msrs, running, ended })
     }
 
     /// Its memory.
@@ -271,6 +272,17 @@ impl Machine {
     #[must_use]
     pub fn is_running(&self) -> bool {
         self.running.load(Ordering::SeqCst)
+    }
+
+    /// Its owner is about to end it, or its guest has ended: whoever moves the guest is to say so
+    /// to the other side.
+    pub fn set_ended(&self) {
+        self.ended.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether that was said.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::SeqCst)
     }
 
     /// Runs the guest.

@@ -164,7 +164,8 @@ impl GuestRam {
             rustix::mm::madvise(start.cast(), length, Advice::LinuxRemove)
         };
         if removed.is_err() {
-            let _ = now.blocks[block].zero(run);
+            // A hole all the same; nobody is told, and a page that is still to come does come.
+            let _ = now.blocks[block].give_back(run);
         }
     }
 

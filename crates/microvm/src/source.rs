@@ -193,6 +193,10 @@ impl SourceVm for MicrovmSource<'_> {
         Ok(())
     }
 
+    fn has_ended(&self) -> bool {
+        self.machine.has_ended()
+    }
+
     fn brake(&mut self) -> Option<&mut dyn Brake> {
         Some(self)
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use godwit_bitmap::DirtyBitmap;
 use godwit_engine::vm::{ArrivingPages, Kept};
 use godwit_memory::RamBlock;
-use godwit_track::{Approach, MissingPages, Writer, may_trace, other_writers};
+use godwit_track::{Approach, MissingPages, Writer, may_trace, other_mappers};
 use godwit_units::ByteCount;
 
 use crate::machine::Machine;
@@ -31,7 +31,7 @@ pub(crate) fn refusal(machine: &mut Machine, ram: &[RamBlock]) -> Option<String>
     });
     huge.or_else(|| may_trace(pid).err().map(|error| error.to_string()))
         .or_else(|| userfaultfd::refusal_of_faults(pid))
-        .or_else(|| other_writers(pid, ram).into_iter().next().map(refusal_of))
+        .or_else(|| other_mappers(pid, ram).into_iter().next().map(refusal_of))
         .or_else(|| vhost_user_refusal(machine))
         .or_else(|| {
             let all: ByteCount = ram.iter().map(|block| block.pages().bytes()).sum();

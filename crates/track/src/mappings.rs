@@ -57,7 +57,7 @@ pub enum Mapped {
     Nowhere,
 }
 
-/// A process other than the VMM that could write guest memory.
+/// A process other than the VMM that has guest memory.
 ///
 /// ```
 /// use godwit_memory::RamBlock;
@@ -75,7 +75,7 @@ pub struct Writer {
     pub pid: i32,
     /// Its command name.
     pub command: String,
-    /// The RAM block it maps writable.
+    /// The RAM block it maps.
     pub block: String,
 }
 
@@ -95,9 +95,11 @@ fn file_key(device: u64, inode: u64) -> Option<FileKey> {
 }
 
 fn is_shared_write(map: &MemoryMap, key: FileKey) -> bool {
-    map.dev == key.0
-        && map.inode == key.1
-        && map.perms.contains(MMPermissions::WRITE | MMPermissions::SHARED)
+    is_of(map, key) && map.perms.contains(MMPermissions::WRITE | MMPermissions::SHARED)
+}
+
+fn is_of(map: &MemoryMap, key: FileKey) -> bool {
+    map.dev == key.0 && map.inode == key.1
 }
 
 /// What a process has mapped, as it was when this was made (`/proc/PID/maps`).
@@ -269,6 +271,28 @@ fn file_of(block: &RamBlock) -> Option<FileKey> {
 /// ```
 #[must_use]
 pub fn other_writers(vmm: i32, blocks: &[RamBlock]) -> Vec<Writer> {
+    others(vmm, blocks, is_shared_write)
+}
+
+/// The same that map one of `blocks` in any way: who only reads a page of a file where it has a
+/// hole fills that with zeros, so nobody may where pages are still to come.
+///
+/// ```
+/// use godwit_memory::RamBlock;
+/// use godwit_track::other_mappers;
+/// use godwit_units::PageCount;
+///
+/// let block = RamBlock::anonymous("ram", PageCount(16))?;
+/// let process = std::process::id() as i32;
+/// assert_eq!(other_mappers(process, &[block]), [], "the file is this process's own");
+/// # Ok::<(), godwit_memory::MemoryError>(())
+/// ```
+#[must_use]
+pub fn other_mappers(vmm: i32, blocks: &[RamBlock]) -> Vec<Writer> {
+    others(vmm, blocks, is_of)
+}
+
+fn others(vmm: i32, blocks: &[RamBlock], has: fn(&MemoryMap, FileKey) -> bool) -> Vec<Writer> {
     let keys: Vec<(FileKey, &str)> =
         blocks.iter().filter_map(|block| Some((file_of(block)?, block.name()))).collect();
     if keys.is_empty() {
@@ -284,7 +308,7 @@ pub fn other_writers(vmm: i32, blocks: &[RamBlock]) -> Vec<Writer> {
         }
         let Ok(maps) = process.maps() else { continue };
         for (key, block) in &keys {
-            if maps.iter().any(|map| is_shared_write(map, *key)) {
+            if maps.iter().any(|map| has(map, *key)) {
                 let command = process.stat().map_or_else(|_| "?".to_owned(), |stat| stat.comm);
                 writers.push(Writer { pid: process.pid(), command, block: (*block).to_owned() });
             }

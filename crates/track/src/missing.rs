@@ -60,6 +60,9 @@ const DISCARDED_AT_ONCE: u64 = 256 << 20;
 const PLACED_AT_ONCE: u64 = 16;
 /// How often messages are read when nothing is awaited any more.
 const READ_EVERY: Duration = Duration::from_millis(1);
+/// How long messages of this process's own threads are read when nothing is registered any more:
+/// one that had begun to discard something before has told of it by then.
+const LAST_MESSAGES: Duration = Duration::from_millis(10);
 /// How long the kernel may refuse to place pages because mappings change.
 const CHANGING: Duration = Duration::from_secs(5);
 
@@ -186,8 +189,9 @@ impl MissingPages {
     /// As [`Self::start`]; this process needs the right to handle faults of the kernel.
     ///
     /// # Safety
-    /// The memory at `mappings` is that of `blocks`, and there are no references into it: what is
-    /// missing of it is thrown away.
+    /// The memory at `mappings` is that of `blocks`, there are no references into it, and both
+    /// stays so until [`Self::finish`] or [`Self::give_up`] has returned, or else until this
+    /// process ends: what is missing of it is thrown away, and pages are placed there.
     #[allow(unsafe_code, reason = "only whoever has mapped the memory can promise that")]
     pub unsafe fn start_own(
         mappings: Vec<Vec<BlockMapping>>,
@@ -317,7 +321,8 @@ impl MissingPages {
         Ok(())
     }
 
-    /// The number of the descriptor that the process keeps, by which another godwit goes on.
+    /// The number of the descriptor that the process keeps, by which another godwit goes on; of no
+    /// use where the process is this one ([`Self::start_own`]).
     #[must_use]
     pub fn number(&self) -> RawFd {
         let (Kept::There { number, .. } | Kept::Here { number, .. }) = &self.kept;
@@ -457,6 +462,7 @@ impl MissingPages {
         match &self.kept {
             Kept::There { number, approach } => close_in(self.pid, *number, *approach),
             Kept::Here { descriptor, .. } => {
+                std::thread::sleep(LAST_MESSAGES);
                 drop(descriptor.lock().unwrap_or_else(PoisonError::into_inner).take());
                 Ok(())
             }

@@ -158,6 +158,20 @@ pub(crate) fn userfaultfd_with(flags: u64) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// The same by /dev/userfaultfd, for whoever may open that
+/// (Documentation/admin-guide/mm/userfaultfd.rst).
+pub(crate) fn userfaultfd_of_device() -> io::Result<OwnedFd> {
+    let device = std::fs::File::options().read(true).write(true).open("/dev/userfaultfd")?;
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+    // SAFETY: USERFAULTFD_IOC_NEW takes flags only.
+    let fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is new and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
 /// Opens a userfaultfd for this process, without the right to handle faults of the kernel (see
 /// [`UFFD_USER_MODE_ONLY`]), which an unprivileged process does not have.
 pub(crate) fn userfaultfd() -> io::Result<OwnedFd> {

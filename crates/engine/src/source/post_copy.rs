@@ -100,7 +100,9 @@ impl Source<'_> {
         } else if !self.vm.was_running() {
             Some("the guest is stopped, and can be moved as it is")
         } else if lacks {
-            Some("the destination does not have it for this VM; its godwit doctor says why")
+            let words = "the destination does not have it for this VM; --postcopy on-timeout from \
+                         the start says why";
+            Some(words)
         } else {
             None
         };

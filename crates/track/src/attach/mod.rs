@@ -343,7 +343,12 @@ pub(crate) fn attach_own(kind: Kind) -> Result<Attachment, TrackError> {
     let pid = std::process::id().cast_signed();
     let made = match kind {
         Kind::Tracking => uapi::userfaultfd(),
-        Kind::Governing | Kind::Filling => uapi::userfaultfd_with(0),
+        Kind::Governing | Kind::Filling => {
+            uapi::userfaultfd_with(0).or_else(|refused| match refused.raw_os_error() {
+                Some(libc::EPERM) => uapi::userfaultfd_of_device().map_err(|_| refused),
+                _ => Err(refused),
+            })
+        }
     };
     let userfaultfd = made.map_err(|source| match source.raw_os_error() {
         Some(libc::ENOSYS) => TrackError::Kernel { missing: "userfaultfd(2)" },
