@@ -18,8 +18,8 @@ help: ## list the targets
 # into DEMO_ARGUMENTS.
 DEMO ?=
 DEMO_ARGUMENTS ?=
-# Built once, for somebody who waits.
-DEMO_BUILD := CARGO_INCREMENTAL=0 $(CARGO) build --quiet
+# Built once, for somebody who waits; and nobody listens whom a demo could tell of itself.
+DEMO_BUILD := CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_OPT_LEVEL=0 $(CARGO) build --quiet --target-dir target
 
 .PHONY: demo
 demo: ## move a running guest between two VMs (DEMO=qemu|kvm|microvm), with proof that its memory arrived exact
@@ -28,12 +28,13 @@ demo: ## move a running guest between two VMs (DEMO=qemu|kvm|microvm), with proo
 	if [ "$$machines" != microvm ]; then \
 	  $(DEMO_BUILD) --package xtask || exit 1; \
 	  echo "guest and QEMU are made ready while godwit is built"; \
-	  { target/debug/xtask guest && target/debug/xtask qemu; } & provided=$$!; \
+	  trap '[ -z "$$provided" ] || kill -- -$$provided 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
+	  setsid sh -c 'target/debug/xtask guest && target/debug/xtask qemu' & provided=$$!; \
 	fi; \
 	echo "building godwit, without all optimisation (figures of a release build are in docs/benchmarks.md)"; \
-	$(DEMO_BUILD) --package godwit-cli --package godwit-demo --bin godwit --bin godwit-demo || { [ -z "$$provided" ] || kill $$provided 2>/dev/null; exit 1; }; \
+	$(DEMO_BUILD) --package godwit-cli --package godwit-demo --bin godwit --bin godwit-demo --no-default-features || exit 1; \
 	if [ -n "$$provided" ]; then \
-	  if wait $$provided; then \
+	  if wait $$provided; then provided=; \
 	    if [ -z "$$machines" ]; then \
 	      if [ -w /dev/kvm ]; then machines='qemu kvm'; \
 	      else machines=qemu; echo "no right to /dev/kvm, or no KVM: the guest runs under emulation alone"; fi; \
