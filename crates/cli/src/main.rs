@@ -21,6 +21,7 @@ mod log;
 mod metrics;
 mod microvm;
 mod migrate;
+mod otlp;
 mod plan;
 mod processors;
 mod receive;

@@ -17,13 +17,14 @@ use godwit_engine::report::{Measures, Progress, Stage};
 use godwit_engine::security::SecurityWish;
 use godwit_engine::source::{Options, PostCopy, Verify, follow, migrate};
 use godwit_qemu::{QemuError, QemuSource, Reporting};
-use godwit_report::{Head, Recorder, Store};
+use godwit_report::{Head, Record, Recorder, Store};
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
 use serde_json::{Value, json};
 
 use crate::at_switchover::{HookArguments, Hooks};
 use crate::deadline::{Deadline, OnTimeout};
 use crate::layout;
+use crate::otlp::{self, Collector};
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
 use crate::processors::ProcessorArguments;
@@ -176,6 +177,12 @@ pub(crate) struct Arguments {
     #[arg(action = clap::ArgAction::Set, value_parser = on_off)]
     keeps_record: bool,
 
+    /// When it is over, tell the OpenTelemetry collector there what it was made of (OTLP over
+    /// HTTP): spans of its rounds, outages and the parts of its downtime. With TRACEPARENT in the
+    /// environment they belong to that trace
+    #[arg(long, value_name = "URL")]
+    otlp: Option<Collector>,
+
     #[command(flatten)]
     switchover: HookArguments,
 
@@ -324,7 +331,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     };
     let mut display = Display::new(arguments.json);
     let mut deadline = arguments.finish_by.map(|limit| Deadline::new(limit, arguments.on_timeout));
-    let mut recording = arguments.keeps_record.then(|| Recording::begin(arguments));
+    let recorded = arguments.keeps_record || arguments.otlp.is_some();
+    let mut recording = recorded.then(|| Recording::begin(arguments));
     let result = move_guest(arguments, &options, (&disks, &security), &handle, &mut |progress| {
         if let Some(recording) = &mut recording {
             recording.see(progress);
@@ -356,8 +364,10 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     display.finish();
     if let Some(recording) = recording {
         match &result {
-            Ok((measures, cost)) => recording.end(&migrated_json(measures, *cost)),
-            Err(RequestError::Failed(failure)) => recording.end(&output::failure_json(failure)),
+            Ok((measures, cost)) => recording.end(&migrated_json(measures, *cost), arguments),
+            Err(RequestError::Failed(failure)) => {
+                recording.end(&output::failure_json(failure), arguments);
+            }
             // Nothing has begun.
             Err(RequestError::Refused(_)) => {}
         }
@@ -526,12 +536,21 @@ impl Recording {
         self.recorder.see(progress);
     }
 
-    /// What cannot be kept is told of, and is no failure.
-    fn end(&self, last: &Value) {
-        let Some(store) = records() else { return };
-        if let Err(error) = store.keep(&self.vm, self.began_ms, &self.recorder.lines(last)) {
+    /// What cannot be kept, or told to a collector, is said, and is no failure.
+    fn end(&self, last: &Value, arguments: &Arguments) {
+        let lines = self.recorder.lines(last);
+        if arguments.keeps_record
+            && let Some(store) = records()
+            && let Err(error) = store.keep(&self.vm, self.began_ms, &lines)
+        {
             let place = store.directory().display().to_string();
             eprintln!("godwit: no record is kept in {}: {error}", say::line(&place));
+        }
+        if let Some(collector) = &arguments.otlp {
+            let told = Record::read(lines.as_bytes()).map_err(anyhow::Error::from);
+            if let Err(error) = told.and_then(|record| otlp::send(&record, collector)) {
+                eprintln!("godwit: {}", say::line(format!("{error:#}")));
+            }
         }
     }
 }

@@ -12,6 +12,7 @@ use godwit_report::{Kept, Record, Store, page};
 use serde_json::json;
 
 use crate::migrate::records;
+use crate::otlp::{self, Collector};
 use crate::output::{self, json_line};
 use crate::process::FAILED;
 
@@ -30,8 +31,13 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 
+    /// Tell the OpenTelemetry collector there of it instead (OTLP over HTTP), as `godwit migrate
+    /// --otlp` does
+    #[arg(long, value_name = "URL", conflicts_with = "out")]
+    otlp: Option<Collector>,
+
     /// List the records that are kept, the newest first
-    #[arg(long, conflicts_with_all = ["record", "out"])]
+    #[arg(long, conflicts_with_all = ["record", "out", "otlp"])]
     list: bool,
 
     /// Print JSON
@@ -73,6 +79,15 @@ fn list(json: bool) -> anyhow::Result<()> {
 
 fn show(arguments: &Arguments) -> anyhow::Result<()> {
     let (name, record) = find(arguments.record.as_deref())?;
+    if let Some(collector) = &arguments.otlp {
+        otlp::send(&record, collector)?;
+        if arguments.json {
+            json_line(&json!({ "record": name, "told": collector.to_string() }));
+        } else {
+            println!("{collector} was told of {name}");
+        }
+        return Ok(());
+    }
     let page = page(&record);
     let out = match &arguments.out {
         Some(out) if out == Path::new("-") => {

@@ -11,6 +11,7 @@
 //!   page     one HTML file with all in it: no script, nothing that is fetched
 //!   chart    a plot of values over time
 //!   heat     where in memory pages were sent, round by round
+//!   spans    the same for tracing systems: what took from when to when
 //! ```
 
 #![forbid(unsafe_code)]
@@ -20,10 +21,12 @@ mod heat;
 mod html;
 mod page;
 mod record;
+mod spans;
 mod store;
 mod totals;
 
 pub use page::page;
-pub use record::{Ending, Head, Record, RecordError, Recorder};
+pub use record::{Ending, Head, Moved, Record, RecordError, Recorder};
+pub use spans::{Attribute, Span, spans};
 pub use store::{Kept, Store};
 pub use totals::{Distribution, Totals};

@@ -101,6 +101,73 @@ fn a_move_can_be_looked_at_afterwards() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// What a collector is told once, by a path of spans' own.
+fn one_export(server: &tiny_http::Server) -> anyhow::Result<Value> {
+    let mut request = server.recv_timeout(LIMIT)?.context("nobody came")?;
+    ensure!(request.url() == "/v1/traces", "{}", request.url());
+    let told: Value = serde_json::from_reader(request.as_reader())?;
+    request.respond(tiny_http::Response::from_string("{}"))?;
+    Ok(told)
+}
+
+#[test]
+fn a_collector_is_told_what_a_move_was_made_of() -> anyhow::Result<()> {
+    // Mutations: it is told before the end; who started it is forgotten.
+    let test = "a_collector_is_told_what_a_move_was_made_of";
+    let Some(mut pair) = MicroPair::start(test, SMALL)? else { return Ok(()) };
+    let room = Room::new()?;
+    let state = room.dir().to_str().context("a path that is text")?;
+    let caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+    pair.godwit =
+        pair.godwit.with_variable("XDG_STATE_HOME", state).with_variable("TRACEPARENT", caller);
+    let server = tiny_http::Server::http("127.0.0.1:0").map_err(|error| anyhow::anyhow!(error))?;
+    let collector = format!("http://{}", server.server_addr());
+
+    // Nobody listens there: that is said, and the migration has failed by something else.
+    let nobody = "127.0.0.1:1";
+    let options = ["--otlp", "http://127.0.0.1:1"];
+    let failed = pair.godwit.migrate(&pair.source, nobody, &options)?.wait(LIMIT)?;
+    let untold = "the OpenTelemetry collector at http://127.0.0.1:1/v1/traces was not told";
+    ensure!(failed.errors.contains(untold), "{}", failed.errors);
+    ensure!(failed.status.code() == Some(1), "{}", failed.last());
+
+    let told = std::thread::scope(|scope| -> anyhow::Result<Value> {
+        let told = scope.spawn(|| one_export(&server));
+        let (migrate, _) = pair.migrate(&["--otlp", &collector])?;
+        pair.check_moved(&migrate)?;
+        told.join().map_err(|_| anyhow::anyhow!("the collector panicked"))?
+    })?;
+    let resource = &told["resourceSpans"][0];
+    let service = json!({ "key": "service.name", "value": { "stringValue": "godwit" } });
+    let attributes = resource["resource"]["attributes"].as_array().context("no attributes")?;
+    ensure!(attributes.contains(&service), "{told}");
+    let spans = resource["scopeSpans"][0]["spans"].as_array().context("no spans")?;
+    let named = |name: &str| spans.iter().find(|span| span["name"] == name);
+    let whole = named("migrate").context("no span of all")?;
+    ensure!(whole["parentSpanId"] == "b7ad6b7169203331", "{whole}");
+    for span in spans {
+        ensure!(span["traceId"] == "0af7651916cd43dd8448eb211c80319c", "{span}");
+    }
+    for name in ["set-up", "round 0", "downtime"] {
+        let span = named(name).with_context(|| name.to_owned())?;
+        ensure!(span["parentSpanId"] == whole["spanId"], "{span}");
+    }
+    let downtime = named("downtime").context("no downtime")?;
+    let part = named("hand over").context("no part of it")?;
+    ensure!(part["parentSpanId"] == downtime["spanId"], "{part}");
+
+    // A collector that was not there can be told later.
+    let again = std::thread::scope(|scope| -> anyhow::Result<Value> {
+        let told = scope.spawn(|| one_export(&server));
+        pair.godwit.done(&["report", "--otlp", &collector])?;
+        told.join().map_err(|_| anyhow::anyhow!("the collector panicked"))?
+    })?;
+    let count =
+        |told: &Value| told["resourceSpans"][0]["scopeSpans"][0]["spans"].as_array().map(Vec::len);
+    ensure!(count(&again) == Some(spans.len()), "{again}");
+    Ok(())
+}
+
 #[test]
 fn a_source_that_is_killed_before_the_handover_leaves_no_doubt() -> anyhow::Result<()> {
     let test = "a_source_that_is_killed_before_the_handover_leaves_no_doubt";
@@ -548,11 +615,14 @@ fn a_guest_leaves_by_post_copy_and_can_leave_again() -> anyhow::Result<()> {
     let test = "a_guest_leaves_by_post_copy_and_can_leave_again";
     let busy = ["--memory", "128MiB", "--cpus", "2", "--mode", "full", "--working-set", "32MiB"];
     let churn = ["--memory", "128MiB", "--mode", "churn", "--balloon", "hints,reporting"];
-    let in_page_tables = [&busy[..], &["--tracker", "pagemap"]].concat();
-    for (options, after) in
-        [(&busy[..], "now"), (&churn[..], "now"), (&in_page_tables[..], "after 1")]
-    {
-        let Some(mut pair) = MicroPair::start(test, options)? else { return Ok(()) };
+    let by = |tracker| [&busy[..], &["--tracker", tracker]].concat();
+    for (options, after) in [
+        (churn.to_vec(), "now"),
+        (by("kvm-log"), "after 1"),
+        (by("kvm-ring"), "after 1"),
+        (by("pagemap"), "after 1"),
+    ] {
+        let Some(mut pair) = MicroPair::start(test, &options)? else { return Ok(()) };
         let moved = [&["--postcopy", after], &FOLLOWED[2..]].concat();
         let (migrate, receive) = pair.migrate(&moved)?;
         pair.check_moved(&migrate).with_context(|| format!("{options:?}"))?;
@@ -566,33 +636,62 @@ fn a_guest_leaves_by_post_copy_and_can_leave_again() -> anyhow::Result<()> {
         ensure!(options != churn || given > Some(0), "{came}");
         ensure!(pair.source.wait(LIMIT)?.success(), "{}", pair.source.errors());
         check_no_userfaultfd(pair.destination.pid())?;
-        let third = MicroVm::start(&pair.godwit, &[options, &["--incoming"]].concat())?;
+        let third = MicroVm::start(&pair.godwit, &[&options[..], &["--incoming"]].concat())?;
         pair.source = std::mem::replace(&mut pair.destination, third);
         pair.second_attempt()?;
     }
     Ok(())
 }
 
+/// A small machine with a balloon, whose queue is in guest memory.
+const BALLOONED: &[&str] =
+    &["--memory", "128MiB", "--mode", "rate", "--working-set", "16MiB", "--balloon", "reporting"];
+
+/// Of a machine that has a part of a guest's memory: what it says of itself, and that it is not
+/// ended without a word.
+fn check_in_two_places(pair: &MicroPair, vm: &MicroVm, state: &str) -> anyhow::Result<()> {
+    let status = vm.ask("status")?;
+    ensure!(status["state"] == state, "{status}");
+    // Mutation: it asks the guest, and writes to its memory.
+    ensure!(status["balloon"].is_null(), "{status}");
+    for request in ["quit", "pause"] {
+        let said = vm.ask(request)?;
+        ensure!(said["answer"] == "refused", "{request}: {said}");
+    }
+    let socket = vm.control_socket();
+    let resumed = pair.godwit.run(&["microvm", "resume", "--force", &socket.to_string_lossy()])?;
+    ensure!(!resumed.status.success(), "a guest was resumed on its way");
+    Ok(())
+}
+
+fn end(pair: &MicroPair, vm: &MicroVm) -> anyhow::Result<()> {
+    let socket = vm.control_socket();
+    pair.godwit.done(&["microvm", "quit", "--force", &socket.to_string_lossy()]).map(drop)
+}
+
 #[test]
-fn a_link_that_is_cut_while_memory_follows_is_waited_for() -> anyhow::Result<()> {
-    let test = "a_link_that_is_cut_while_memory_follows_is_waited_for";
-    let Some(pair) = MicroPair::start(test, SMALL)? else { return Ok(()) };
+fn a_link_that_is_cut_while_memory_follows_is_waited_for_whoever_watches() -> anyhow::Result<()> {
+    // Mutation: the death of the command cancels what has left.
+    let test = "a_link_that_is_cut_while_memory_follows_is_waited_for_whoever_watches";
+    let Some(mut pair) = MicroPair::start(test, BALLOONED)? else { return Ok(()) };
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let link = Link::to(&address)?;
     let migrate = pair.godwit.migrate(&pair.source, link.address(), FOLLOWED)?;
     migrate.wait_for("the guest to run there", LIMIT, follows)?;
     link.cut();
     receive.wait_for("severed", LIMIT, |line: &Value| line["event"] == "severed")?;
-    // Whoever asks how it is waits for no page of the guest's.
-    ensure!(pair.destination.status()? == "arriving");
-    let refused = pair.destination.ask("pause");
-    ensure!(refused.is_ok_and(|said| said["answer"] == "refused"), "a guest was paused on its way");
+    check_in_two_places(&pair, &pair.source, "follows")?;
+    check_in_two_places(&pair, &pair.destination, "lacks-pages")?;
+    migrate.signal(Signal::KILL)?;
+    drop(migrate.wait(LIMIT)?);
     std::thread::sleep(std::time::Duration::from_secs(2));
     link.mend();
-    let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
-    pair.check_moved(&migrate)?;
-    ensure!(migrate.last()["post_copy"]["resumptions"] == 1, "{}", migrate.last());
-    ensure!(receive.last()["outcome"] == "running", "{}", receive.last());
+    let receive = receive.wait(LIMIT)?;
+    ensure!(receive.last()["outcome"] == "running", "{} {}", receive.last(), receive.errors);
+    ensure!(pair.destination.status()? == "running");
+    ensure!(pair.source.wait(LIMIT)?.success(), "{}", pair.source.errors());
+    pair.destination.wait_for_heartbeats_after(std::time::Instant::now(), 3, LIMIT)?;
+    ensure!(pair.destination.bugs().is_empty(), "{:?}", pair.destination.bugs());
     check_no_userfaultfd(pair.destination.pid())
 }
 
@@ -608,11 +707,37 @@ fn a_guest_whose_source_ends_before_its_memory_came_is_lost_and_called_so() -> a
     ensure!(migrate.last()["guest"] == "lost", "{} {}", migrate.last(), migrate.errors);
     // It waits for a source that may only be far away; its machine is ended by hand.
     receive.wait_for("severed", LIMIT, |line: &Value| line["event"] == "severed")?;
-    ensure!(pair.destination.status()? == "arriving");
-    pair.destination.ask("quit")?;
+    ensure!(pair.destination.status()? == "lacks-pages");
+    end(&pair, &pair.destination)?;
     ensure!(pair.destination.wait(LIMIT)?.success(), "{}", pair.destination.errors());
     let receive = receive.wait(LIMIT)?;
-    ensure!(!receive.status.success(), "{}", receive.last());
+    ensure!(receive.status.code() == Some(3), "{}", receive.last());
+    ensure!(receive.errors.contains("the guest is LOST"), "{}", receive.errors);
+    Ok(())
+}
+
+#[test]
+fn a_guest_whose_destination_ends_before_its_memory_came_is_lost_and_never_run_again()
+-> anyhow::Result<()> {
+    // Mutations: a machine that ends says nothing to the other side; a source that knows runs it.
+    let test = "a_guest_whose_destination_ends_before_its_memory_came_is_lost_and_never_run_again";
+    let Some(mut pair) = MicroPair::start(test, SMALL)? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, FOLLOWED)?;
+    migrate.wait_for("the guest to run there", LIMIT, follows)?;
+    end(&pair, &pair.destination)?;
+    ensure!(pair.destination.wait(LIMIT)?.success(), "{}", pair.destination.errors());
+    let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+    ensure!(migrate.last()["guest"] == "lost", "{} {}", migrate.last(), migrate.errors);
+    ensure!(receive.errors.contains("the guest is LOST"), "{}", receive.errors);
+    ensure!(pair.source.status()? == "lost");
+    let socket = pair.source.control_socket();
+    let again = ["microvm", "resume", "--force", &socket.to_string_lossy()];
+    let again = pair.godwit.run(&again)?;
+    let words = String::from_utf8_lossy(&again.stderr).into_owned();
+    ensure!(words.contains("the guest is lost"), "{words}");
+    ensure!(pair.source.ask("quit")?["answer"] == "done");
+    ensure!(pair.source.wait(LIMIT)?.success(), "{}", pair.source.errors());
     Ok(())
 }
 
