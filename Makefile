@@ -19,7 +19,9 @@ help: ## list the targets
 DEMO ?=
 DEMO_ARGUMENTS ?=
 # Built once, for somebody who waits; and nobody listens whom a demo could tell of itself.
-DEMO_BUILD := CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_OPT_LEVEL=0 $(CARGO) build --quiet --target-dir target
+DEMO_PLAIN := godwit-engine godwit-microvm godwit-policy godwit-track procfs procfs-core rustix rustls
+DEMO_BUILD := CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_OPT_LEVEL=0 $(CARGO) build --quiet --target-dir target \
+  $(foreach package,$(DEMO_PLAIN),--config profile.dev.package.$(package).opt-level=0)
 
 .PHONY: demo
 demo: ## move a running guest between two VMs (DEMO=qemu|kvm|microvm), with proof that its memory arrived exact
