@@ -243,7 +243,7 @@ fn thin(looks: &mut Vec<Progress>) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// A look `at` ms, at the end of `round` if so.

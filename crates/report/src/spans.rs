@@ -184,9 +184,8 @@ fn add_switchover(spans: &mut Vec<Span>, measures: &Measures) {
 
 #[cfg(test)]
 mod tests {
-    use godwit_engine::report::{PostCopyMeasures, RoundMeasures};
+    use godwit_engine::report::{PostCopyMeasures, RoundMeasures, Severed};
     use godwit_units::ByteCount;
-    use serde_json::json;
 
     use super::*;
     use crate::{Head, Moved};
@@ -196,17 +195,9 @@ mod tests {
     }
 
     fn look(at: u64, round: u32, round_ended: bool, severed: bool) -> Progress {
-        let severed =
-            severed.then(|| json!({ "since_ms": 5, "left_ms": 1000, "attempts": 1, "why": "cut" }));
-        serde_json::from_value(json!({
-            "elapsed_ms": at, "stage": "pre-copy", "round": round, "round_ended": round_ended,
-            "sent_bytes": at * 1000, "remaining_bytes": 5, "dirty_bytes_per_second": null,
-            "bandwidth_bytes_per_second": 1e9, "expected_downtime_ms": null,
-            "remaining_time": null, "throttle": 0.25, "guest_speed": null,
-            "delayed_segments": 0, "disk_limit_bytes_per_second": null, "advice": null,
-            "warning": null, "severed": severed,
-        }))
-        .unwrap()
+        let cut = Severed { since: ms(5), left: ms(1000), attempts: 1, why: "cut".to_owned() };
+        let severed = severed.then_some(cut);
+        Progress { severed, ..crate::record::tests::look(at, round, round_ended) }
     }
 
     fn times(spans: &[Span]) -> Vec<(&str, Option<usize>, u128, u128)> {
