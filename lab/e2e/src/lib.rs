@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use godwit_testbed::{Ended, Godwit, QemuBuild, Running, TestVm, VmConfig, shared_by};
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -322,8 +323,8 @@ pub fn oldest(builds: &[QemuBuild]) -> anyhow::Result<&QemuBuild> {
 }
 
 /// Each thread of the process `pid`, which had all of root's rights to begin with, has given up
-/// those that
-/// it has no use for, and the way back; those that are named have no more than is said of them.
+/// those that it has no use for, and the way back; those that are named have no more than is said
+/// of them. A thread that ends meanwhile is passed over.
 ///
 /// # Errors
 /// A thread that has more, or a named one that is not there.
@@ -331,7 +332,11 @@ pub fn check_rights(pid: i32, kept: &[u64], own: &[(&str, &[u64])]) -> anyhow::R
     let set = |bits: &[u64]| bits.iter().fold(0, |set, bit| set | 1u64 << bit);
     let mut seen = Vec::new();
     for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
-        let status = std::fs::read_to_string(task?.path().join("status"))?;
+        let status = match std::fs::read_to_string(task?.path().join("status")) {
+            Ok(status) => status,
+            Err(error) if has_ended(&error) => continue,
+            Err(error) => return Err(error.into()),
+        };
         let word = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
         let thread = word("Name:\t").unwrap_or_default();
         let more = own.iter().find(|(name, _)| *name == thread);
@@ -347,4 +352,11 @@ pub fn check_rights(pid: i32, kept: &[u64], own: &[(&str, &[u64])]) -> anyhow::R
     let missing = own.iter().find(|(name, _)| !seen.contains(name));
     ensure!(missing.is_none(), "no such thread: {missing:?} among {seen:?}");
     Ok(())
+}
+
+/// Whether a file of a thread's in /proc could not be read because the thread has ended: before the
+/// file was opened, or between that and the reading.
+fn has_ended(error: &std::io::Error) -> bool {
+    let gone = [Errno::NOENT, Errno::SRCH].map(Errno::raw_os_error);
+    error.raw_os_error().is_some_and(|code| gone.contains(&code))
 }
