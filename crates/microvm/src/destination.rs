@@ -113,12 +113,8 @@ impl PostCopyDestination for MicrovmDestination<'_> {
             ));
         }
         let pid = std::process::id().cast_signed();
-        let writer = other_mappers(pid, &blocks).into_iter().next()?;
-        Some(format!(
-            "process {} ({}) has RAM block '{}' as well, and would find zeros where pages are \
-             still to come: end it, or use pre-copy",
-            writer.pid, writer.command, writer.block
-        ))
+        let mapper = other_mappers(pid, &blocks).into_iter().next()?;
+        Some(mapper.finds_zeros())
     }
 
     fn await_pages(

@@ -7,7 +7,7 @@ use std::time::Duration;
 use godwit_libvirt::LibvirtError;
 use godwit_memory::MemoryError;
 use godwit_nbd::NbdError;
-use godwit_track::{TrackError, Writer};
+use godwit_track::{Mapper, TrackError};
 use godwit_units::{ByteCount, format_duration};
 use godwit_vcpu_throttle::ThrottleError;
 
@@ -272,14 +272,14 @@ pub enum QemuError {
          device: when it writes nobody knows; end it, or let it map the file read-only",
         .0.pid, .0.command, .0.block
     )]
-    OtherWriter(Writer),
+    OtherWriter(Mapper),
     /// Two QEMUs have the same RAM file.
     #[error(
         "process {} ({}), another QEMU, has the file of RAM block '{}' mapped too, and a guest may \
          be running in it: leave that process alone, and start the QEMU that waits on a file of \
          its own (mem-path)", .0.pid, .0.command, .0.block
     )]
-    SharedRam(Writer),
+    SharedRam(Mapper),
     /// Somebody began to work on the disks.
     #[error(
         "a block job ('{id}', {kind}) runs: a QEMU whose images are being worked on cannot hand \

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use godwit_memory::RamBlock;
-use godwit_track::{AddressSpace, Writer, other_writers, threads_of};
+use godwit_track::{AddressSpace, Mapper, other_writers, threads_of};
 
 use crate::QemuError;
 use crate::monitor::commands::{
@@ -254,7 +254,7 @@ impl Machine {
 
 /// Whether this process is a QEMU rather than the back end of a device. One that was started by a
 /// loader of its own is known by its command name only.
-fn is_vmm(writer: &Writer) -> bool {
+fn is_vmm(writer: &Mapper) -> bool {
     let program = std::fs::read_link(format!("/proc/{}/exe", writer.pid)).unwrap_or_default();
     let program = program.file_name().unwrap_or_default().to_string_lossy().into_owned();
     [&program, &writer.command]

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use godwit_bitmap::DirtyBitmap;
 use godwit_engine::vm::{ArrivingPages, Kept};
 use godwit_memory::RamBlock;
-use godwit_track::{Approach, MissingPages, Writer, may_trace, other_mappers};
+use godwit_track::{Approach, MissingPages, may_trace, other_mappers};
 use godwit_units::ByteCount;
 
 use crate::machine::Machine;
@@ -31,7 +31,7 @@ pub(crate) fn refusal(machine: &mut Machine, ram: &[RamBlock]) -> Option<String>
     });
     huge.or_else(|| may_trace(pid).err().map(|error| error.to_string()))
         .or_else(|| userfaultfd::refusal_of_faults(pid))
-        .or_else(|| other_mappers(pid, ram).into_iter().next().map(refusal_of))
+        .or_else(|| other_mappers(pid, ram).into_iter().next().map(|mapper| mapper.finds_zeros()))
         .or_else(|| vhost_user_refusal(machine))
         .or_else(|| {
             let all: ByteCount = ram.iter().map(|block| block.pages().bytes()).sum();
@@ -62,15 +62,6 @@ fn vhost_user_refusal(machine: &mut Machine) -> Option<String> {
          to come: use pre-copy",
         front.kind, front.name
     ))
-}
-
-/// Why the memory that `writer` has as well cannot follow its guest.
-fn refusal_of(writer: Writer) -> String {
-    let Writer { pid, command, block } = writer;
-    format!(
-        "process {pid} ({command}) has RAM block '{block}' as well, and would find zeros where \
-         pages are still to come: end it, or use pre-copy"
-    )
 }
 
 /// How much memory of process `pid` is locked (proc(5), VmLck).

@@ -44,7 +44,7 @@ pub use kvm::{
     DirtyRingSize, KvmDirtyRings, KvmLogCalls, KvmLogTracker, KvmRingTracker, LogMode,
     clear_dirty_log,
 };
-pub use mappings::{AddressSpace, BlockMapping, Mapped, Writer, other_mappers, other_writers};
+pub use mappings::{AddressSpace, BlockMapping, Mapped, Mapper, other_mappers, other_writers};
 pub use missing::{MissingMeasures, MissingPages};
 pub use pagemap::{PagemapTracker, kernel_support};
 pub use permission::may_trace;

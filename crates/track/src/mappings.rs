@@ -70,13 +70,32 @@ pub enum Mapped {
 /// }
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Writer {
+pub struct Mapper {
     /// The process.
     pub pid: i32,
     /// Its command name.
     pub command: String,
     /// The RAM block it maps.
     pub block: String,
+}
+
+impl Mapper {
+    /// Why memory that it maps cannot follow a guest (post-copy), and what to do.
+    ///
+    /// ```
+    /// use godwit_track::Mapper;
+    ///
+    /// let mapper = Mapper { pid: 4711, command: "virtiofsd".into(), block: "ram".into() };
+    /// assert!(mapper.finds_zeros().starts_with("process 4711 (virtiofsd) has RAM block 'ram'"));
+    /// ```
+    #[must_use]
+    pub fn finds_zeros(&self) -> String {
+        let Self { pid, command, block } = self;
+        format!(
+            "process {pid} ({command}) has RAM block '{block}' as well, and would find zeros where \
+             pages are still to come: end it, or use pre-copy"
+        )
+    }
 }
 
 fn proc_error(pid: i32, what: &'static str) -> impl FnOnce(procfs::ProcError) -> TrackError {
@@ -270,7 +289,7 @@ fn file_of(block: &RamBlock) -> Option<FileKey> {
 /// # Ok::<(), godwit_memory::MemoryError>(())
 /// ```
 #[must_use]
-pub fn other_writers(vmm: i32, blocks: &[RamBlock]) -> Vec<Writer> {
+pub fn other_writers(vmm: i32, blocks: &[RamBlock]) -> Vec<Mapper> {
     others(vmm, blocks, is_shared_write)
 }
 
@@ -288,11 +307,11 @@ pub fn other_writers(vmm: i32, blocks: &[RamBlock]) -> Vec<Writer> {
 /// # Ok::<(), godwit_memory::MemoryError>(())
 /// ```
 #[must_use]
-pub fn other_mappers(vmm: i32, blocks: &[RamBlock]) -> Vec<Writer> {
+pub fn other_mappers(vmm: i32, blocks: &[RamBlock]) -> Vec<Mapper> {
     others(vmm, blocks, is_of)
 }
 
-fn others(vmm: i32, blocks: &[RamBlock], has: fn(&MemoryMap, FileKey) -> bool) -> Vec<Writer> {
+fn others(vmm: i32, blocks: &[RamBlock], has: fn(&MemoryMap, FileKey) -> bool) -> Vec<Mapper> {
     let keys: Vec<(FileKey, &str)> =
         blocks.iter().filter_map(|block| Some((file_of(block)?, block.name()))).collect();
     if keys.is_empty() {
@@ -310,7 +329,7 @@ fn others(vmm: i32, blocks: &[RamBlock], has: fn(&MemoryMap, FileKey) -> bool) -
         for (key, block) in &keys {
             if maps.iter().any(|map| has(map, *key)) {
                 let command = process.stat().map_or_else(|_| "?".to_owned(), |stat| stat.comm);
-                writers.push(Writer { pid: process.pid(), command, block: (*block).to_owned() });
+                writers.push(Mapper { pid: process.pid(), command, block: (*block).to_owned() });
             }
         }
     }

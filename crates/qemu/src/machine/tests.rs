@@ -145,7 +145,7 @@ fn work_on_the_images_is_refused() {
 
 #[test]
 fn a_back_end_of_a_device_is_no_qemu() {
-    let writer = |command: &str| Writer {
+    let writer = |command: &str| Mapper {
         // No such process: known by its command name alone.
         pid: i32::MAX,
         command: command.to_owned(),
