@@ -8,6 +8,9 @@ use core::str::FromStr;
 
 /// The start of the line that says that the buffer is filled and the work begins.
 pub const READY: &str = "GUEST READY";
+/// The line that asks for settings, where the kernel's command line says that they are to be asked
+/// for ([`ASK`](crate::settings::ASK)).
+pub const ASKS: &str = "GUEST ASKS";
 /// The start of a line that says that the guest's memory is damaged.
 pub const BUG: &str = "BUG";
 /// The start of a line that says that the guest cannot work at all.

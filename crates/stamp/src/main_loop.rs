@@ -1,9 +1,9 @@
 //! The guest's main loop, a turn for each mode: under Linux and on the bare machine, whose
 //! differences are a [`Machine`] each.
 //!
-//! Keeps two promises: the beacon counts without pause (when it idles, every 100 µs or so), and a
-//! heartbeat is due every 100 ms of guest time. Reading the clock is not free under emulation, so
-//! the loops look at it every few steps.
+//! Keeps two promises: the beacon counts without pause (when it idles, every 100 µs or so; when it
+//! rests between checks, every 2 ms), and a heartbeat is due every 100 ms of guest time. Reading
+//! the clock is not free under emulation, so the loops look at it every few steps.
 
 use core::fmt;
 use core::ops::DerefMut;
@@ -22,6 +22,8 @@ const BUGS_IN_FULL: u64 = 100;
 const STEPS_FULL: u32 = 32;
 const STEPS_RATE: u32 = 8;
 const IDLE_SLEEP_MICROS: u32 = 100;
+/// Where it is told how many checks are enough, how long it rests between them.
+const REST_MICROS: u32 = 2_000;
 /// In mixed mode, how long it reads and how long it writes.
 const PHASE_MICROS: u64 = 5_000;
 /// When it idles, so many looks each millisecond: 512 MiB take 16 s at a few percent of the
@@ -107,6 +109,8 @@ pub struct MainLoop<'a, M, W> {
     count: u64,
     bugs: u64,
     pace: Pace,
+    /// Its checks, where it is not to check without pause.
+    checks: Option<Pace>,
     next_idle_look: u64,
     next_heartbeat: u64,
     last_heartbeat: u64,
@@ -123,11 +127,20 @@ impl<'a, M: Machine<W>, W: Work> MainLoop<'a, M, W> {
             count: 0,
             bugs: 0,
             pace: Pace::new(rate, 0),
+            checks: None,
             next_idle_look: 0,
             next_heartbeat: HEARTBEAT_MICROS,
             last_heartbeat: 0,
             last: Heartbeat { n: 0, count: 0, writes: 0, rate: 0, checked: 0, bugs: 0, t_ms: 0 },
         }
+    }
+
+    /// The same that checks so many times a second, and rests between, where it writes at its rate
+    /// or is idle.
+    #[must_use]
+    pub fn with_checks(mut self, per_second: Option<u64>) -> Self {
+        self.checks = per_second.map(|checks| Pace::new(checks, 0));
+        self
     }
 
     /// What it has done.
@@ -146,11 +159,15 @@ impl<'a, M: Machine<W>, W: Work> MainLoop<'a, M, W> {
         self.clock();
     }
 
-    /// Writes at its rate, and checks as fast as it can.
+    /// Writes at its rate, and checks as fast as it can, or as often as it is told.
     pub fn turn_rate(&mut self) {
-        for _ in 0..STEPS_RATE {
-            self.check();
-            self.count();
+        if self.checks.is_some() {
+            self.rest(REST_MICROS);
+        } else {
+            for _ in 0..STEPS_RATE {
+                self.check();
+                self.count();
+            }
         }
         let now = self.clock();
         for _ in 0..self.pace.due(now) {
@@ -172,14 +189,28 @@ impl<'a, M: Machine<W>, W: Work> MainLoop<'a, M, W> {
         }
     }
 
-    /// Sleeps, and checks a little; microseconds since the start.
+    /// Sleeps, and checks a little, or as often as it is told; microseconds since the start.
     pub fn turn_idle(&mut self) -> u64 {
-        self.machine.sleep(IDLE_SLEEP_MICROS);
-        self.count();
-        let now = self.clock();
+        if self.checks.is_some() {
+            return self.rest(REST_MICROS);
+        }
+        let now = self.rest(IDLE_SLEEP_MICROS);
         if now >= self.next_idle_look {
             self.next_idle_look = now + 1_000;
             (0..IDLE_LOOKS).for_each(|_| self.check());
+        }
+        now
+    }
+
+    /// Sleeps, and makes those checks that are due by then where it is told how many are enough;
+    /// microseconds since the start.
+    fn rest(&mut self, micros: u32) -> u64 {
+        self.machine.sleep(micros);
+        self.count();
+        let now = self.clock();
+        for _ in 0..self.checks.as_mut().map_or(0, |pace| pace.due(now)) {
+            self.check();
+            self.count();
         }
         now
     }
@@ -333,6 +364,21 @@ mod tests {
         assert_eq!(beats.len(), 10);
         assert!(beats.iter().all(|beat| beat.rate.abs_diff(2000) <= 10), "{beats:?}");
         assert_eq!(guest.done().writes, 2000);
+    }
+
+    #[test]
+    fn a_guest_that_is_told_so_checks_at_a_rate_as_well_and_rests_between() {
+        let stand = Stand::default();
+        let guest = MainLoop::new(&stand, Counted::default(), None, 2000);
+        let (mut guest, mut turns) = (guest.with_checks(Some(20_000)), 0);
+        while stand.now.get() < 1_000_000 {
+            guest.turn_rate();
+            turns += 1;
+        }
+        let Counts { writes, checked, .. } = guest.done();
+        assert_eq!((turns, writes, checked), (500, 2000, 20_000));
+        while guest.turn_idle() < 2_000_000 {}
+        assert_eq!(guest.done(), Counts { writes, checked: 2 * checked, bugs: 0 });
     }
 
     #[test]

@@ -12,12 +12,17 @@ use godwit_units::{ByteCount, PAGE_SIZE};
 
 use crate::workload::Order;
 
+/// The word of a command line that has the guest ask for its settings on its console, once it has
+/// booted, instead of taking them from there: a line like the command line.
+pub const ASK: &str = "godwit.ask";
+
 /// How the guest spends its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mode {
     /// Counts, and otherwise leaves its processor idle.
     Idle,
-    /// Writes at a given rate; between writes it counts and checks without pause.
+    /// Writes at a given rate; between writes it counts and checks, without pause unless it is told
+    /// how many checks are enough.
     Rate,
     /// Writes, counts and checks as fast as it can.
     Full,
@@ -136,8 +141,13 @@ pub enum SettingsError {
         source: godwit_units::ParseError,
     },
     /// Not a number.
-    #[error("godwit.rate={0} is not a number of pages a second")]
-    Rate(String),
+    #[error("godwit.{key}={value} is not a number of pages a second")]
+    Rate {
+        /// Which setting.
+        key: &'static str,
+        /// What it was given.
+        value: String,
+    },
     /// Not an order.
     #[error("godwit.order={0} is unknown: use random, hot-cold, hot-tenth or sequential")]
     Order(String),
@@ -155,8 +165,8 @@ pub enum SettingsError {
     Address(String),
     /// A setting nobody knows, probably misspelt.
     #[error(
-        "godwit.{0} is no setting: use mode, rate, order, working_set, fill, disk_write, \
-         disk_read, disk_block, disk_span, disk_threads, jobs, past and address"
+        "godwit.{0} is no setting: use mode, rate, checks, order, working_set, fill, \
+         disk_write, disk_read, disk_block, disk_span, disk_threads, jobs, past and address"
     )]
     Unknown(String),
 }
@@ -168,6 +178,10 @@ pub struct Settings {
     pub mode: Mode,
     /// Pages written per second in [`Mode::Rate`].
     pub rate: u64,
+    /// Pages checked per second in [`Mode::Rate`] and [`Mode::Idle`], between which the processor
+    /// rests for 2 ms at a time; `None`: as many as it can without a rest, or in the moments when
+    /// it is awake.
+    pub checks: Option<u64>,
     /// In which order pages are written.
     pub order: Order,
     /// The part of the buffer that is written.
@@ -190,16 +204,15 @@ impl FromStr for Settings {
             (Mode::Idle, 2000, ByteCount(128 << 20), None);
         let mut disk = DiskWork::default();
         let mut build = BuildWork::default();
-        let (mut address, mut order) = (None, Order::default());
+        let (mut address, mut order, mut checks) = (None, Order::default(), None);
         let size =
             |key, value: &str| value.parse().map_err(|source| SettingsError::Size { key, source });
         for word in command_line.split_ascii_whitespace() {
             let Some(setting) = word.strip_prefix("godwit.") else { continue };
             match setting.split_once('=') {
                 Some(("mode", value)) => mode = value.parse()?,
-                Some(("rate", value)) => {
-                    rate = value.parse().map_err(|_| SettingsError::Rate(value.to_owned()))?;
-                }
+                Some(("rate", value)) => rate = pages_a_second("rate", value)?,
+                Some(("checks", value)) => checks = Some(pages_a_second("checks", value)?),
                 Some(("order", value)) => {
                     let all = [Order::Random, Order::HotCold, Order::HotTenth, Order::Sequential];
                     let found = all.into_iter().find(|order| order.to_string() == value);
@@ -233,20 +246,27 @@ impl FromStr for Settings {
             }
         }
         let fill = fill.unwrap_or(working_set).max(working_set);
-        Ok(Self { mode, rate, order, working_set, fill, disk, build, address })
+        Ok(Self { mode, rate, checks, order, working_set, fill, disk, build, address })
     }
+}
+
+fn pages_a_second(key: &'static str, value: &str) -> Result<u64, SettingsError> {
+    value.parse().map_err(|_| SettingsError::Rate { key, value: value.to_owned() })
 }
 
 impl fmt::Display for Settings {
     /// As words of a kernel command line; sizes in bytes, which are never rounded.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { mode, rate, order, working_set, fill, disk, build, address } = self;
+        let Self { mode, rate, checks, order, working_set, fill, disk, build, address } = self;
         let (working_set, fill) = (working_set.0, fill.0);
         write!(
             f,
             "godwit.mode={mode} godwit.rate={rate} godwit.working_set={working_set}B \
              godwit.fill={fill}B"
         )?;
+        if let Some(checks) = checks {
+            write!(f, " godwit.checks={checks}")?;
+        }
         if *order != Order::default() {
             write!(f, " godwit.order={order}")?;
         }
@@ -283,6 +303,7 @@ mod tests {
             Settings {
                 mode: Mode::Rate,
                 rate: 5000,
+                checks: None,
                 order: Order::Random,
                 working_set: ByteCount(64 << 20),
                 fill: ByteCount(1 << 30),
@@ -309,6 +330,16 @@ mod tests {
         assert_eq!(settings.disk, disk);
         assert_eq!(settings.to_string().parse(), Ok(settings));
         assert!("".parse::<Settings>().unwrap().disk.is_idle());
+    }
+
+    #[test]
+    fn pages_are_checked_without_a_rest_unless_told() {
+        let settings: Settings = "godwit.mode=rate godwit.checks=20000".parse().unwrap();
+        assert_eq!(settings.checks, Some(20_000));
+        assert_eq!(settings.to_string().parse(), Ok(settings));
+        assert_eq!("".parse::<Settings>().unwrap().checks, None);
+        let error = "godwit.checks=many".parse::<Settings>().unwrap_err().to_string();
+        assert!(error.contains("godwit.checks=many is not a number of pages"), "{error}");
     }
 
     #[test]

@@ -19,7 +19,7 @@ use crate::pings::Pings;
 use crate::qemu_build::QemuBuild;
 use crate::redis::RedisClient;
 use crate::talk::Talk;
-use crate::vm::VmConfig;
+use crate::vm_config::VmConfig;
 
 /// The range for benchmarks (RFC 2544). The namespace has no way out, so each may have the same.
 const GUEST: CardAddress = CardAddress { host: Ipv4Addr::new(198, 18, 0, 2), prefix: 24 };

@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod booted;
 mod children;
 mod clock;
 mod conditions;
@@ -49,6 +50,7 @@ mod proxy;
 mod qemu_build;
 mod redis;
 mod remote_disk;
+mod saved;
 mod skip;
 mod slow_reads;
 mod soak;
@@ -57,6 +59,7 @@ mod storage_daemon;
 mod talk;
 mod throughput;
 mod vm;
+mod vm_config;
 mod witness;
 
 pub use children::{end_children, end_children_on_interrupt};
@@ -107,5 +110,6 @@ pub use soak::{at_most, soak};
 pub use started::{Room, StartedVm};
 pub use storage_daemon::{StorageDaemon, storage_daemon_for};
 pub use talk::Talk;
-pub use vm::{Accelerator, Backend, TestVm, VmConfig};
+pub use vm::TestVm;
+pub use vm_config::{Accelerator, Backend, VmConfig};
 pub use witness::Witness;

@@ -5,6 +5,7 @@
 //! and their removal are `leftovers`'s.
 
 use std::fs::File;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -12,141 +13,22 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow, bail};
 use godwit_qemu::monitor::Qmp;
 use godwit_stamp::heartbeat::DiskSecond;
+use godwit_stamp::settings::ASK;
 use serde_json::{Value, json};
 
+use crate::booted;
 use crate::console::{Beat, Console};
 use crate::cpu::CpuTime;
-use crate::disk::DiskImage;
-use crate::guest::GuestConfig;
+use crate::guest::KERNEL;
 use crate::guest_ram::GuestRam;
-use crate::image::Boot;
 use crate::kvm;
 use crate::leftovers::Place;
-use crate::qemu_build::QemuBuild;
+use crate::saved::SavedState;
+use crate::vm_config::{Accelerator, Backend, VmConfig};
 
 /// QEMU opens its monitors before anything slow; a machine under load takes its time to load the
 /// program.
 const START_LIMIT: Duration = Duration::from_secs(30);
-
-/// Where the guest's RAM is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Backend {
-    /// A named file under /dev/shm, mapped shared: what Godwit needs.
-    #[default]
-    SharedFile,
-    /// The same file mapped privately: the guest's writes do not reach it.
-    PrivateFile,
-    /// Anonymous memory.
-    Anonymous,
-    /// Shared memory without a name.
-    Memfd,
-    /// The same in huge pages of 2 MiB, which must be there.
-    HugeMemfd,
-    /// The same in huge pages of 1 GiB.
-    GiantMemfd,
-    /// Anonymous memory of two NUMA nodes.
-    Nodes,
-}
-
-/// What runs the guest's instructions, and so which guest it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Accelerator {
-    /// QEMU, and the guest is Linux.
-    #[default]
-    Tcg,
-    /// The processor, and the guest is the microvm's program.
-    Kvm,
-    /// QEMU, and the guest is that program, in memory that somebody has filled: on its way to the
-    /// state that guests on KVM start from.
-    Firmware,
-}
-
-/// Which machine to start.
-#[derive(Clone, Debug)]
-pub struct VmConfig {
-    /// The QEMU.
-    pub build: QemuBuild,
-    /// The guest in it.
-    pub guest: GuestConfig,
-    /// What runs the guest.
-    pub accelerator: Accelerator,
-    /// What it boots, under [`Accelerator::Tcg`].
-    pub boot: Boot,
-    /// Virtual processors. Linux does its work on one of them, the guest on KVM on all.
-    pub cpus: u32,
-    /// Where its RAM is.
-    pub backend: Backend,
-    /// The directory of its RAM file, where it is not /dev/shm.
-    pub ram_in: Option<PathBuf>,
-    /// Places in the ring by which KVM tells of pages that were written; `None`: by bitmaps.
-    pub dirty_ring: Option<u32>,
-    /// More arguments for QEMU.
-    pub extra: Vec<String>,
-}
-
-impl VmConfig {
-    /// One virtual processor, RAM in a shared file, nothing extra.
-    #[must_use]
-    pub fn new(build: &QemuBuild, guest: GuestConfig) -> Self {
-        let (build, backend) = (build.clone(), Backend::default());
-        let (accelerator, boot) = (Accelerator::default(), Boot::default());
-        let (ram_in, dirty_ring, extra) = (None, None, Vec::new());
-        Self { build, guest, accelerator, boot, cpus: 1, backend, ram_in, dirty_ring, extra }
-    }
-
-    /// The same on KVM, with a guest of its own that does the same work.
-    #[must_use]
-    pub fn on_kvm(mut self) -> Self {
-        self.accelerator = Accelerator::Kvm;
-        self
-    }
-
-    /// The same on KVM with a ring of so many places, a power of two.
-    #[must_use]
-    pub fn with_dirty_ring(mut self, places: u32) -> Self {
-        self.dirty_ring = Some(places);
-        self
-    }
-
-    /// The same with RAM elsewhere.
-    #[must_use]
-    pub fn with_backend(mut self, backend: Backend) -> Self {
-        self.backend = backend;
-        self
-    }
-
-    /// The same with one more disk, whose block node is called `name`; on KVM the only one, and
-    /// said behind [`Self::on_kvm`].
-    #[must_use]
-    pub fn with_disk(mut self, name: &str, image: &DiskImage) -> Self {
-        self.extra.extend(match self.accelerator {
-            Accelerator::Kvm => image.arguments_on_kvm(name),
-            _ => image.arguments(name),
-        });
-        self
-    }
-
-    /// The same that boots something else.
-    #[must_use]
-    pub fn with_boot(mut self, boot: Boot) -> Self {
-        self.boot = boot;
-        self
-    }
-
-    /// The same with its RAM file in `dir`.
-    #[must_use]
-    pub fn with_ram_in(mut self, dir: &Path) -> Self {
-        self.ram_in = Some(dir.to_owned());
-        self
-    }
-
-    /// The same with more arguments for QEMU.
-    #[must_use]
-    pub fn with_extra(mut self, extra: &[&str]) -> Self {
-        self.extra.extend(extra.iter().map(|&argument| argument.to_owned()));
-        self
-    }
-}
 
 /// A running QEMU; dropping it ends it and removes its files.
 #[derive(Debug)]
@@ -165,28 +47,53 @@ impl TestVm {
     /// # Errors
     /// When the guest's files are missing or QEMU does not come up.
     pub fn source(config: &VmConfig) -> anyhow::Result<Self> {
-        if config.accelerator != Accelerator::Kvm {
+        if config.accelerator == Accelerator::Kvm {
+            let state = kvm::State::of(&config.build, &config.guest, config.cpus)?;
+            return Self::from_state(config, state.saved(), || Self::at_gate(config, &state));
+        }
+        let Some(state) = booted::state_for(config)? else {
             return Self::start(config, &[], &|_| Ok(()));
-        }
-        let state = kvm::State::of(&config.build, &config.guest, config.cpus)?;
-        if !state.is_kept() {
-            Self::save(config, &state).context("cannot make what guests on KVM start from")?;
-        }
-        let mut vm = Self::destination(config)?;
-        let loaded = state.load(&mut vm.qmp);
-        loaded.with_context(|| format!("cannot start the guest on KVM: {}", vm.errors().trim()))?;
+        };
+        let mut vm = Self::from_state(config, &state, || Self::asking(config))?;
+        let input = vm.child.stdin.as_mut().context("QEMU has no standard input")?;
+        writeln!(input, "{}", config.guest.settings()).context("cannot tell the guest its work")?;
         Ok(vm)
     }
 
-    /// Makes the state that a machine like `config` starts from, in one without what is added.
-    fn save(config: &VmConfig, state: &kvm::State<'_>) -> anyhow::Result<()> {
+    /// One that starts from `state`, which is that of what `make` makes, if it is not there yet.
+    fn from_state(
+        config: &VmConfig,
+        state: &SavedState<'_>,
+        make: impl FnOnce() -> anyhow::Result<Self>,
+    ) -> anyhow::Result<Self> {
+        if !state.is_kept() {
+            let mut vm = make()?;
+            state.save(&mut vm.qmp).context("cannot save what guests start from")?;
+        }
+        let mut vm = Self::destination(config)?;
+        let loaded = state.load(&mut vm.qmp);
+        loaded.with_context(|| format!("cannot start the guest: {}", vm.errors().trim()))?;
+        Ok(vm)
+    }
+
+    /// A machine like `config` without what is added, whose vCPUs wait before the program begins.
+    fn at_gate(config: &VmConfig, state: &kvm::State<'_>) -> anyhow::Result<Self> {
         let bare = VmConfig {
             accelerator: Accelerator::Firmware,
             cpus: config.cpus,
             ..VmConfig::new(&config.build, config.guest)
         };
-        let mut vm = Self::start(&bare, &[], &|ram| state.fill(ram))?;
-        state.save(&mut vm.qmp, &vm.console)
+        let vm = Self::start(&bare, &[], &|ram| state.fill(ram))?;
+        state.await_gate(&vm.console)?;
+        Ok(vm)
+    }
+
+    /// A machine like `config` whose guest has booted and asks for its settings.
+    fn asking(config: &VmConfig) -> anyhow::Result<Self> {
+        let asking = format!("{KERNEL} {ASK}");
+        let vm = Self::start(config, &["-append", &asking], &|_| Ok(()))?;
+        booted::await_question(&vm.console)?;
+        Ok(vm)
     }
 
     /// Starts a machine that waits for a guest to arrive.
@@ -211,7 +118,7 @@ impl TestVm {
             .args(guest_arguments(config, &place)?)
             .args(role)
             .args(&config.extra)
-            .stdin(Stdio::null())
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(errors)
             .spawn()

@@ -10,16 +10,26 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use godwit_stamp::heartbeat::ASKS;
+use godwit_stamp::settings::ASK;
 use rustix::mount::{MountFlags, mount};
 use rustix::system::{RebootCommand, reboot};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
-/// Mounts /proc and reads the kernel's command line.
+/// Mounts /proc and reads the kernel's command line, or the line for which that says to ask.
 pub(super) fn command_line() -> Result<String, Box<dyn Error>> {
     mount(c"proc", c"/proc", c"proc", MountFlags::empty(), None::<&CStr>)
         .map_err(|problem| format!("cannot mount /proc: {problem}"))?;
-    std::fs::read_to_string("/proc/cmdline")
-        .map_err(|problem| format!("cannot read /proc/cmdline: {problem}").into())
+    let mut line = std::fs::read_to_string("/proc/cmdline")
+        .map_err(|problem| format!("cannot read /proc/cmdline: {problem}"))?;
+    if line.split_ascii_whitespace().any(|word| word == ASK) {
+        say!("{ASKS}");
+        line.clear();
+        std::io::stdin()
+            .read_line(&mut line)
+            .map_err(|problem| format!("cannot read settings from the console: {problem}"))?;
+    }
+    Ok(line)
 }
 
 /// A flag that a signal raises. With Ctrl-Alt-Del taken from the kernel it arrives as SIGINT.

@@ -16,7 +16,7 @@ pub(super) fn run(settings: &Settings, disk_bugs: &AtomicU64, ending: &AtomicBoo
     let pages = |bytes: ByteCount| PageCount(bytes.0.div_ceil(PAGE_SIZE));
     let workload = HeapWorkload::fill(pages(settings.fill), pages(settings.working_set));
     let workload = workload.in_order(settings.order);
-    if settings.mode == Mode::Idle {
+    if settings.mode == Mode::Idle || settings.checks.is_some() {
         // Without this a sleep takes 50 µs longer than asked for.
         if let Err(problem) = rustix::thread::set_current_timer_slack(std::num::NonZero::new(1)) {
             say!("cannot set the timer slack: {problem}");
@@ -31,7 +31,8 @@ pub(super) fn run(settings: &Settings, disk_bugs: &AtomicU64, ending: &AtomicBoo
     let process = Process { started: Instant::now(), disk_bugs };
     let mut beacon = Box::new(Beacon::dark());
     beacon.light();
-    let mut guest = MainLoop::new(process, workload, Some(&beacon), settings.rate);
+    let guest = MainLoop::new(process, workload, Some(&beacon), settings.rate);
+    let mut guest = guest.with_checks(settings.checks);
     while !ending.load(Ordering::Relaxed) {
         match settings.mode {
             Mode::Full => guest.turn_full(),
