@@ -34,6 +34,7 @@ mod govern;
 mod guest;
 mod hot;
 mod observe;
+mod post_copy;
 mod settings;
 mod share;
 mod throttle;
@@ -43,6 +44,7 @@ pub use decide::Policy;
 pub use observe::{
     Advice, Decision, Delayed, DiskStatistics, Estimate, Plan, RemainingTime, Round, Tick,
 };
+pub use post_copy::PostCopy;
 pub use settings::{
     About, DiskLimit, Felt, Setting, SettingError, Settings, Table, Takes, ThrottleMode, Value,
 };

@@ -90,7 +90,7 @@ pub use before::BeforeSwitchover;
 #[cfg(feature = "test-hooks")]
 pub use fault::Fault;
 pub use following::follow;
-pub use post_copy::PostCopy;
+pub use godwit_policy::PostCopy;
 pub use trial::Trial;
 
 /// How a migration is to be made, as far as it cannot be changed while it runs; what can is in

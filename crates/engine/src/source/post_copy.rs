@@ -1,70 +1,13 @@
 //! Whether what is left follows when the guest runs at the destination: what the operator wants,
 //! whether it is possible, and when it is decided.
 
-use std::fmt;
-use std::str::FromStr;
-
-use godwit_policy::Decision;
+use godwit_policy::{Decision, PostCopy};
 use godwit_protocol::source::LastPages;
 use godwit_units::{ByteCount, Rate, format_duration};
 use godwit_wire::{Feature, Features};
 
 use super::{Source, Verify};
 use crate::EngineError;
-
-/// When the guest is to run at the destination before all of its pages are there (post-copy). It
-/// does that only where what is left could not follow within the downtime limit.
-///
-/// ```
-/// use godwit_engine::source::PostCopy;
-///
-/// assert_eq!("after 2".parse(), Ok(PostCopy::After(2)));
-/// assert_eq!("after:2".parse(), Ok(PostCopy::After(2)));
-/// assert_eq!(PostCopy::OnTimeout.to_string(), "on-timeout");
-/// assert!("later".parse::<PostCopy>().is_err());
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum PostCopy {
-    /// Only when the operator asks for it
-    /// ([`switch_over_by_post_copy`](crate::handle::MigrationHandle::switch_over_by_post_copy)).
-    #[default]
-    Never,
-    /// When it would be given up since it does not converge.
-    OnTimeout,
-    /// After so many rounds.
-    After(u32),
-    /// As soon as the destination has accepted: nothing is copied before.
-    Now,
-}
-
-impl fmt::Display for PostCopy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Never => f.pad("never"),
-            Self::OnTimeout => f.pad("on-timeout"),
-            Self::After(rounds) => f.pad(&format!("after {rounds}")),
-            Self::Now => f.pad("now"),
-        }
-    }
-}
-
-impl FromStr for PostCopy {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let rounds = text.strip_prefix("after").and_then(|rest| {
-            let rounds = rest.strip_prefix([' ', ':', '=', '-'])?;
-            rounds.parse().ok()
-        });
-        match (text, rounds) {
-            ("never", _) => Ok(Self::Never),
-            ("on-timeout", _) => Ok(Self::OnTimeout),
-            ("now", _) => Ok(Self::Now),
-            (_, Some(rounds)) => Ok(Self::After(rounds)),
-            _ => Err(format!("{text:?}: it must be never, on-timeout, now, or after and a count")),
-        }
-    }
-}
 
 /// `advice` for a guest that does not come to an end, with what post-copy would be like and would
 /// risk, where it is `possible`: what remains follows by this bandwidth.
@@ -125,13 +68,10 @@ impl Source<'_> {
     /// Whether what is left follows, behind `round`, of which the policy makes `decision`: not
     /// where it `fits` into the downtime limit.
     pub(super) fn decide_post_copy(&mut self, round: u32, decision: &Decision, fits: bool) -> bool {
-        let wanted = match self.options.post_copy {
-            PostCopy::After(rounds) => round + 1 >= rounds,
-            PostCopy::OnTimeout => matches!(decision, Decision::GiveUp(_)),
-            PostCopy::Never | PostCopy::Now => false,
-        };
-        let wanted = wanted || self.handle.wants_post_copy();
-        let fits = fits || matches!(decision, Decision::SwitchOver);
+        // An operator who asks for it wants it now.
+        let asked = self.handle.wants_post_copy();
+        let wanted = if asked { PostCopy::Now } else { self.options.post_copy };
+        let wanted = wanted.leaves(round, decision);
         self.leaves = self.may_leave && wanted && !fits;
         self.leaves
     }
