@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
-use godwit_policy::{Settings, ThrottleMode};
+use godwit_policy::{PostCopy, Settings, ThrottleMode};
 use godwit_sim::{NAMES, Outcome, Scenario, Synchronisation, chart, named, run as simulate};
 use godwit_units::{ByteCount, GRAMMAR, Rate, parse_duration};
 use serde_json::{Value, json};
@@ -19,6 +19,9 @@ use crate::output::json_line;
 use crate::plan;
 use crate::process::FAILED;
 use crate::settings;
+
+/// `migrate --reconnect`, where it is not given.
+const RECONNECT: Duration = Duration::from_secs(60);
 
 /// Simulate a migration: nothing real is touched.
 ///
@@ -67,6 +70,12 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     synchronisation: Option<Duration>,
 
+    /// The guest leaves before its memory, as `migrate --postcopy` has it: never, now, "after N"
+    /// rounds, or on-timeout. Of what it does only writes are known, so it waits for no page that
+    /// it would only read
+    #[arg(long, value_name = "WHEN", default_value_t = PostCopy::Never)]
+    postcopy: PostCopy,
+
     /// Size of a dirty block of the scenario's disk
     #[arg(long, value_name = "SIZE")]
     block: Option<ByteCount>,
@@ -76,7 +85,7 @@ pub(crate) struct Arguments {
     set: Vec<String>,
 
     /// Run it several times: over `throttle` (all modes), or over the values given, such as
-    /// downtime-limit=50ms,100ms
+    /// downtime-limit=50ms,100ms or postcopy=never,now
     #[arg(long, value_name = "KEY[=VALUES]", num_args = 0..=1, default_missing_value = "throttle")]
     sweep: Option<String>,
 
@@ -203,7 +212,17 @@ fn scenario(arguments: &Arguments) -> anyhow::Result<Scenario> {
     for assignment in &arguments.set {
         scenario.settings.assign(assignment)?;
     }
+    leave(&mut scenario, arguments.postcopy)?;
     Ok(scenario)
+}
+
+fn leave(scenario: &mut Scenario, postcopy: PostCopy) -> anyhow::Result<()> {
+    if postcopy != PostCopy::Never && scenario.disk.is_some() {
+        bail!("this scenario has a disk that moves, for which a guest does not leave: no postcopy");
+    }
+    scenario.post_copy = postcopy;
+    scenario.reconnect = RECONNECT;
+    Ok(())
 }
 
 fn outcomes(scenario: &Scenario, sweep: Option<&str>) -> anyhow::Result<Vec<(String, Outcome)>> {
@@ -217,7 +236,13 @@ fn outcomes(scenario: &Scenario, sweep: Option<&str>) -> anyhow::Result<Vec<(Str
     };
     let one = |value: &&str| {
         let mut scenario = scenario.clone();
-        scenario.settings.set(key, value)?;
+        if key == "postcopy" {
+            let when =
+                value.parse().map_err(|wrong| anyhow::anyhow!("--sweep postcopy: {wrong}"))?;
+            leave(&mut scenario, when)?;
+        } else {
+            scenario.settings.set(key, value)?;
+        }
         Ok(((*value).to_owned(), simulate(&scenario)))
     };
     values.iter().map(one).collect()

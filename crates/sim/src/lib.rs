@@ -16,6 +16,7 @@
 
 mod chart;
 mod disk;
+mod follow;
 mod forecast;
 mod guest;
 mod link;
@@ -29,8 +30,8 @@ mod source;
 
 pub use chart::chart;
 pub use forecast::{Forecast, Sample, fit, forecast};
-pub use named::{NAMES, named, plain, random, random_trouble};
-pub use outcome::{End, Outcome, Point, RoundRow};
+pub use named::{NAMES, named, plain, random, random_leaving, random_trouble};
+pub use outcome::{End, Followed, Outcome, Point, RoundRow};
 pub use rng::Rng;
 pub use scenario::{
     Cut, DiskSpec, GuestSpec, Incident, LinkSpec, Moment, Phase, Region, Scenario, Synchronisation,

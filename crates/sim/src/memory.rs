@@ -15,47 +15,64 @@ const SEGMENTS: f64 = 512.0;
 const SEGMENT_PAGES: f64 = 4096.0;
 
 #[derive(Clone, Debug)]
-struct Segment {
+pub(crate) struct Segment {
     /// Pages with data, all to be sent once.
-    data: f64,
+    pub(crate) data: f64,
     /// Of them, pages that are written.
-    written: f64,
-    dirty: f64,
-    sent: bool,
+    pub(crate) written: f64,
+    pub(crate) dirty: f64,
+    pub(crate) sent: bool,
     /// It was harvested since the guest is governed.
     governed: bool,
     /// Taken by a harvest at the start of the round.
-    taken: f64,
+    pub(crate) taken: f64,
     /// Sent, and not known to have arrived.
-    flight: f64,
+    pub(crate) flight: f64,
     /// To be sent again, as the source believes.
-    owed: f64,
-    /// Lost on the way, and not sent again: the destination lacks them.
-    missing: f64,
+    pub(crate) owed: f64,
+    /// The destination lacks them: lost on the way, and not sent again; or left to follow the
+    /// guest.
+    pub(crate) missing: f64,
+}
+
+impl Segment {
+    /// Of the pages that are missing, those that the guest writes: as many as there can be, since
+    /// they were dirty.
+    pub(crate) fn awaited(&self) -> f64 {
+        self.missing.min(self.written)
+    }
 }
 
 #[derive(Clone, Debug)]
-struct Region {
+pub(crate) struct Region {
     /// Writes to a page each second.
-    rate: f64,
-    sequential: bool,
+    pub(crate) rate: f64,
+    pub(crate) sequential: bool,
     /// Where a sequential writer is, in pages of the region, and its speed.
-    at: f64,
-    pages: f64,
-    writes: f64,
-    first: usize,
-    count: usize,
+    pub(crate) at: f64,
+    pub(crate) pages: f64,
+    pub(crate) writes: f64,
+    pub(crate) first: usize,
+    pub(crate) count: usize,
+}
+
+impl Region {
+    /// The segment in which a sequential writer is, of those of the region.
+    pub(crate) fn segment(&self) -> usize {
+        let size = self.pages / self.count as f64;
+        ((self.at / size) as usize).min(self.count - 1)
+    }
 }
 
 /// The memory of a guest that is being copied.
 #[derive(Clone, Debug)]
 pub(crate) struct Memory {
-    segments: Vec<Segment>,
-    regions: Vec<Region>,
+    pub(crate) segments: Vec<Segment>,
+    pub(crate) regions: Vec<Region>,
     segment_pages: f64,
     /// The segment whose turn it is, and what is left to send of the one before it.
-    cursor: usize,
-    pending: f64,
+    pub(crate) cursor: usize,
+    pub(crate) pending: f64,
     /// Harvested at the start of each round.
     at_once: bool,
     /// The guest is governed, in segments from their next harvest on.
@@ -173,10 +190,8 @@ impl Memory {
             let clean = |segment: &&Segment| segment.governed;
             if region.sequential {
                 // Where it is, pages are clean, or it goes over dirty ones at no cost.
-                let size = region.pages / region.count as f64;
-                let here = ((region.at / size) as usize).min(segments.len() - 1);
-                let clean =
-                    segments[here].governed && segments[here].dirty < 0.5 * segments[here].written;
+                let here = &segments[region.segment()];
+                let clean = here.governed && here.dirty < 0.5 * here.written;
                 wanted += if clean { region.writes } else { 0.0 };
             } else {
                 let clean: f64 = segments
@@ -335,7 +350,7 @@ fn walk(region: &mut Region, segments: &mut [Segment], effort: f64) {
         }
     } else {
         // By the number of the segment, since adding to a large position may not move it.
-        let mut number = ((region.at / size) as usize).min(segments.len() - 1);
+        let mut number = region.segment();
         let mut room = ((number + 1) as f64 * size - region.at).max(0.0);
         let mut left = length;
         while left > 0.0 {

@@ -54,6 +54,19 @@ pub struct RoundRow {
     pub storage: f64,
 }
 
+/// What came of memory that was left when the guest ran at the destination (post-copy).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Followed {
+    /// Bytes of memory that were missing when the guest began to run there.
+    pub missing: f64,
+    /// How long until none was, in seconds.
+    pub seconds: f64,
+    /// Pages that the guest waited for.
+    pub faults: f64,
+    /// Seconds of its work lost by that, those without a link among them.
+    pub lost_work: f64,
+}
+
 /// A moment, for charts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Point {
@@ -102,8 +115,10 @@ pub struct Outcome {
     pub disk_limit: Option<f64>,
     /// How often lost connections were made again.
     pub resumptions: u32,
-    /// Pages that the destination lacked when the guest was given away. More than parts of a page
-    /// must not be.
+    /// What followed the guest, if it left before its memory.
+    pub post_copy: Option<Followed>,
+    /// Pages that the destination lacked when the guest was given away, or the source forgot what
+    /// followed. More than parts of a page must not be.
     pub lacking: f64,
     /// The source's godwit was killed behind COMMIT: its operator has seen where the guest is.
     pub recovered: bool,
@@ -135,6 +150,7 @@ impl Outcome {
             governed: false,
             disk_limit: None,
             resumptions: 0,
+            post_copy: None,
             lacking: 0.0,
             recovered: false,
             owners: 0,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use godwit_policy::Settings;
+use godwit_policy::{PostCopy, Settings};
 use godwit_units::{ByteCount, Rate};
 
 /// Everything about one migration. The same scenario has the same outcome.
@@ -34,6 +34,12 @@ pub struct Scenario {
     pub lead: Duration,
     /// What the operator wants.
     pub settings: Settings,
+    /// When the guest leaves before its memory. Never where it is verified, moves with disks, or
+    /// does not reconnect, as no real one does.
+    pub post_copy: PostCopy,
+    /// How long a guest waits for a page that is missing, beside a round trip of the link: on
+    /// average.
+    pub fault: Duration,
     /// Digests are compared before the guest may run.
     pub verify: bool,
     /// What that takes.
@@ -183,6 +189,13 @@ pub enum Vcpus {
     Measured,
     /// Nothing: what dirties memory is not a vCPU.
     Deaf,
+}
+
+impl Scenario {
+    /// Whether the guest may leave before its memory.
+    pub(crate) fn may_leave(&self) -> bool {
+        !self.verify && self.disk.is_none() && !self.reconnect.is_zero()
+    }
 }
 
 impl Vcpus {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use godwit_policy::Decision;
+use godwit_policy::{Decision, PostCopy};
 use godwit_protocol::destination::{self as dst, Action as D, Input as Di, State as Ds};
 use godwit_protocol::source::{self as src, Action as S, Input as Si, LastPages, State as Ss};
 
@@ -14,6 +14,11 @@ use crate::source::Source;
 /// A source in doubt asks again this often, for as long.
 const ASK_EVERY: f64 = 0.2;
 const ASK_FOR: f64 = 60.0;
+/// Nobody but the source can complete a guest that has left before its memory: whoever runs both
+/// hosts mends a link that does not heal by itself, after so long.
+const MENDED: f64 = 3600.0;
+/// And has another godwit follow one that was killed, after so long.
+const FOLLOWED: f64 = 10.0;
 /// Steps of the machines beside rounds: a conversation is far shorter.
 const STEPS: u32 = 1_000_000;
 
@@ -47,6 +52,9 @@ struct Simulation<'a> {
     incidents: usize,
     source_killed: bool,
     destination_killed: bool,
+    /// The guest is to leave before its memory; and the destination was told what is missing.
+    leaves: bool,
+    left: bool,
 }
 
 /// Takes `scenario` to its end.
@@ -71,6 +79,8 @@ pub fn run(scenario: &Scenario) -> Outcome {
         incidents: 0,
         source_killed: false,
         destination_killed: false,
+        leaves: false,
+        left: false,
     };
     for _ in 0..STEPS {
         let goes_on = simulation.turn();
@@ -118,6 +128,21 @@ impl Simulation<'_> {
 
     fn meet(&mut self, trouble: Trouble) {
         match trouble {
+            // From COMMIT on memory is in two places, and who is killed is followed by another.
+            Trouble::SourceKilled if self.source_serves() => {
+                self.break_link(FOLLOWED);
+                self.source_todo.clear();
+                self.wire.retain(|message| matches!(message, Message::ToDestination(_)));
+                self.source = Ss::Idle;
+                self.source_takes(Si::Follow);
+            }
+            Trouble::DestinationKilled if self.left && self.destination.may_run_guest() => {
+                self.break_link(FOLLOWED);
+                self.destination_todo.clear();
+                self.wire.retain(|message| matches!(message, Message::ToSource(_)));
+                self.destination = Ds::Listening;
+                self.destination_takes(Di::Follow);
+            }
             Trouble::Cut(heals) => {
                 self.break_link(heals.map_or(f64::INFINITY, |t| t.as_secs_f64()))
             }
@@ -141,6 +166,7 @@ impl Simulation<'_> {
                 self.wire.retain(|message| matches!(message, Message::ToDestination(_)));
                 // Its guardian runs what was not given away.
                 if self.source.may_run_guest() {
+                    self.engine.stays();
                     self.engine.runs_again();
                 }
             }
@@ -163,7 +189,13 @@ impl Simulation<'_> {
         }
     }
 
+    /// Whether the source has given away a guest whose memory is still here.
+    fn source_serves(&self) -> bool {
+        self.leaves && !self.source.may_run_guest() && !self.source.is_final()
+    }
+
     fn break_link(&mut self, heals: f64) {
+        let heals = if self.left { heals.min(MENDED) } else { heals };
         if self.link {
             (self.link, self.broke_at) = (false, self.engine.now);
             (self.source_knows, self.destination_knows) = (false, false);
@@ -200,7 +232,7 @@ impl Simulation<'_> {
                     if !self.scenario.verify
                         && !matches!(self.source, Ss::PreCopy { .. } | Ss::Closing { .. }) => {}
                 // A guest that is held back need not be so for another round.
-                Message::ToSource(Si::Prepared) if self.engine.holds_back() => {
+                Message::ToSource(Si::Prepared) if self.engine.holds_back() || self.leaves => {
                     self.source_takes(Si::PreparedInHaste);
                 }
                 Message::ToSource(input) => self.source_takes(input),
@@ -220,6 +252,12 @@ impl Simulation<'_> {
 
     /// Nothing is under way: whoever has lost the other tries to reach it, or waits for it.
     fn ask_again(&mut self) -> bool {
+        // One that could not run the guest has said so, or cannot be asked.
+        let there = self.destination.may_run_guest() || self.destination == Ds::Ready;
+        if self.source_serves() && there && !self.destination_killed {
+            self.return_for_pages();
+            return true;
+        }
         let severed = matches!(self.source, Ss::Severed { .. } | Ss::SeveredClosing { .. });
         let asks = self.source == Ss::InDoubt && !self.destination.is_final();
         if severed && !self.source_killed {
@@ -268,6 +306,30 @@ impl Simulation<'_> {
         }
     }
 
+    /// Without end, as only this side has what is missing.
+    fn return_for_pages(&mut self) {
+        // A link that was cut for good before the guest left.
+        self.heals_at = self.heals_at.min(self.broke_at + MENDED);
+        let until = self.next_incident().unwrap_or(f64::INFINITY).min(self.heals_at);
+        self.engine.wait((until - self.engine.now).max(ASK_EVERY));
+        self.meet_incidents();
+        if self.engine.now < self.heals_at {
+            return;
+        }
+        self.connect();
+        if self.source == Ss::InDoubt {
+            self.source_takes(Si::Reconnected);
+        } else {
+            self.engine.outcome.resumptions += 1;
+            self.destination_takes(Di::Returned);
+        }
+    }
+
+    /// How the last pages go over.
+    fn last_pages(&self) -> LastPages {
+        if self.leaves { LastPages::Left } else { LastPages::sent(self.scenario.verify) }
+    }
+
     fn connect(&mut self) {
         (self.link, self.source_knows, self.destination_knows) = (true, false, false);
         self.wire.clear();
@@ -294,7 +356,7 @@ impl Simulation<'_> {
     }
 
     fn source_takes(&mut self, input: Si) {
-        let last = LastPages::sent(self.scenario.verify);
+        let last = self.last_pages();
         let stepped = src::step(self.source, input, last)
             .or_else(|_| src::step(self.source, Si::Failed, last))
             .unwrap_or((self.source, Vec::new()));
@@ -317,7 +379,12 @@ impl Simulation<'_> {
             S::AskPolicy => {
                 self.engine.placed();
                 let prepared = matches!(self.source, Ss::Closing { .. });
-                let input = match self.engine.ask(prepared) {
+                let decision = self.engine.ask(prepared);
+                let (Ss::PreCopy { round } | Ss::Closing { round }) = self.source else { return };
+                self.leaves =
+                    self.scenario.may_leave() && self.scenario.post_copy.leaves(round, &decision);
+                let input = match decision {
+                    _ if self.leaves => Si::SwitchOver,
                     Decision::NextRound(_) => Si::NextRound,
                     Decision::SwitchOver => Si::SwitchOver,
                     Decision::GiveUp(_) => Si::Failed,
@@ -350,16 +417,26 @@ impl Simulation<'_> {
                 self.send(Message::ToDestination(Di::Commit));
             }
             S::Sever => {
+                if self.engine.has_left() {
+                    return self.break_link(0.0);
+                }
                 // No acknowledgement comes any more that says otherwise.
                 self.engine.lose();
                 self.engine.sever();
             }
+            S::ListMissing(round) => {
+                self.engine.list_missing(round);
+                self.send(Message::ToDestination(Di::Missing));
+                self.source_todo.push_back(Si::MissingListed);
+            }
+            S::ServePages => self.serve(),
             S::SendFarewell => self.send(Message::ToDestination(Di::Farewell)),
             S::SendAbort => self.send(Message::ToDestination(Di::Aborted)),
-            S::ResumeGuest => self.engine.runs_again(),
+            S::ResumeGuest => {
+                self.engine.stays();
+                self.engine.runs_again();
+            }
             S::StartTracking
-            | S::ListMissing(_)
-            | S::ServePages
             | S::StartLastRound(_)
             | S::ReleaseState
             | S::Reconnect
@@ -368,9 +445,28 @@ impl Simulation<'_> {
         }
     }
 
+    fn serve(&mut self) {
+        while self.link && self.source == Ss::Serving {
+            match self.engine.serve(self.cut_done) {
+                Ok(()) if matches!(self.destination, Ds::Fetching | Ds::SeveredFetching) => {
+                    return self.destination_todo.push_back(Di::AllPlaced);
+                }
+                Ok(()) => return,
+                Err(_) if self.next_incident().is_some_and(|at| self.engine.now >= at) => {
+                    self.meet_incidents();
+                }
+                Err(_) => self.cut(),
+            }
+        }
+    }
+
     fn copy(&mut self, round: u32, last: bool) {
         if !self.link {
             return;
+        }
+        if round == 0 && self.scenario.post_copy == PostCopy::Now && self.scenario.may_leave() {
+            self.engine.skip_round();
+            return self.send(Message::ToDestination(Di::RoundEnd));
         }
         match self.engine.copy_round(round, last) {
             Ok(()) => self.send(Message::ToDestination(Di::RoundEnd)),
@@ -387,10 +483,11 @@ impl Simulation<'_> {
     }
 
     fn destination_takes(&mut self, input: Di) {
-        let stepped = dst::step(self.destination, input, false)
-            .or_else(|_| dst::step(self.destination, Di::Failed, false))
+        let stepped = dst::step(self.destination, input, self.left)
+            .or_else(|_| dst::step(self.destination, Di::Failed, self.left))
             .unwrap_or((self.destination, Vec::new()));
         self.destination = stepped.0;
+        self.left |= input == Di::Missing;
         for action in stepped.1 {
             match action {
                 D::SendAccept => self.send(Message::ToSource(Si::Accepted)),
@@ -410,10 +507,11 @@ impl Simulation<'_> {
                     self.destination_todo.push_back(Di::Failed);
                 }
                 D::SendResumed => self.send(Message::ToSource(Si::Resumed)),
+                D::SendPlaced => self.send(Message::ToSource(Si::AllPlaced)),
+                D::Sever if self.left => self.break_link(0.0),
                 D::AwaitReturn
                 | D::AwaitPages
                 | D::FetchPages
-                | D::SendPlaced
                 | D::WriteState
                 | D::SendPrints
                 | D::AwaitResolve
@@ -423,7 +521,8 @@ impl Simulation<'_> {
         }
     }
 
-    fn end(self) -> Outcome {
+    fn end(mut self) -> Outcome {
+        self.engine.end();
         let mut outcome = self.engine.outcome;
         outcome.total = self.engine.now;
         outcome.end = match self.source {

@@ -8,7 +8,7 @@ use godwit_units::{ByteCount, PageCount};
 
 use crate::disk::Disk;
 use crate::memory::Memory;
-use crate::outcome::{Outcome, Point, RoundRow};
+use crate::outcome::{Followed, Outcome, Point, RoundRow};
 use crate::scenario::{Moment, Scenario, Synchronisation, Trouble, Vcpus};
 use crate::{guest, link};
 
@@ -37,6 +37,8 @@ pub(crate) struct Source<'a> {
     plan: Plan,
     pub(crate) now: f64,
     stopped: Option<f64>,
+    /// The guest has left before its memory, and runs at this speed there.
+    left: Option<f64>,
     row: RoundRow,
     /// A pass over memory is in progress and goes on in the next round.
     midway: bool,
@@ -60,6 +62,7 @@ impl<'a> Source<'a> {
             plan,
             now: 0.0,
             stopped: None,
+            left: None,
             row: RoundRow::default(),
             midway: false,
             gap: 0.0,
@@ -73,6 +76,9 @@ impl<'a> Source<'a> {
     fn speed(&self) -> f64 {
         if self.stopped.is_some() {
             return 0.0;
+        }
+        if let Some(speed) = self.left {
+            return speed;
         }
         match self.plan.dirty_rate_limit.filter(|_| self.scenario.vcpus != Vcpus::Deaf) {
             Some(dirty_rate_limit) => {
@@ -93,6 +99,10 @@ impl<'a> Source<'a> {
         self.now += time;
         self.row.speed += speed * time;
         self.outcome.lost_work += (1.0 - speed) * time;
+        if let (Some(followed), None) = (&mut self.outcome.post_copy, self.stopped) {
+            followed.seconds += time;
+            followed.lost_work += (1.0 - speed) * time;
+        }
         if speed < 0.1 {
             self.outcome.under_10 += time;
         }
@@ -103,6 +113,9 @@ impl<'a> Source<'a> {
 
     /// The guest runs on while nothing is sent.
     pub(crate) fn wait(&mut self, time: f64) {
+        if self.left.is_some() {
+            return self.wait_alone(time);
+        }
         let factor = guest::factor(&self.scenario.guest.phases, self.now);
         let speed = self.speed();
         self.memory.advance(time, speed, factor);
@@ -110,6 +123,85 @@ impl<'a> Source<'a> {
             disk.advance(time, speed, self.plan.disk_limit.map(|rate| rate.bytes_per_second()));
         }
         self.account(time);
+    }
+
+    /// A guest that has left runs on until it needs what is missing.
+    fn wait_alone(&mut self, time: f64) {
+        let factor = guest::factor(&self.scenario.guest.phases, self.now);
+        let misses = self.memory.misses(factor);
+        let runs = match misses {
+            _ if self.stopped.is_some() => 0.0,
+            misses if misses > 0.0 => time.min(1.0 / misses),
+            _ => time,
+        };
+        for (time, speed) in [(runs, 1.0), (time - runs, 0.0)] {
+            self.left = Some(speed);
+            self.account(time);
+        }
+        self.left = Some(1.0);
+    }
+
+    /// Ends the last round without what is left, which the destination is told.
+    pub(crate) fn list_missing(&mut self, round: u32) {
+        let (Synchronisation::AtOnce(time) | Synchronisation::Pieces(time)) =
+            self.scenario.synchronisation;
+        self.row = RoundRow { round, start: self.now, ..RoundRow::default() };
+        self.account(time.as_secs_f64());
+        let missing = self.memory.leave() * 4096.0;
+        self.end_row(round);
+        if let Some(row) = self.outcome.rounds.last_mut() {
+            row.remaining = missing;
+        }
+        self.outcome.post_copy = Some(Followed { missing, ..Followed::default() });
+        (self.left, self.outcome.reason) = (Some(1.0), None);
+    }
+
+    /// Whether the guest has left before its memory.
+    pub(crate) fn has_left(&self) -> bool {
+        self.left.is_some()
+    }
+
+    /// It stays after all.
+    pub(crate) fn stays(&mut self) {
+        (self.left, self.outcome.post_copy) = (None, None);
+    }
+
+    /// Sends what is missing, until none is; `cut` says that the link has been cut already.
+    pub(crate) fn serve(&mut self, cut: bool) -> Result<(), Broken> {
+        let wait = self.scenario.fault + self.scenario.link.latency * 2;
+        let most = self.scenario.tick.as_secs_f64() / 10.0;
+        while self.memory.missing() >= 0.5 && self.now <= self.scenario.longest.as_secs_f64() {
+            let due = self.until.is_some_and(|until| self.now >= until);
+            if due || self.is_cut() && !cut {
+                return Err(Broken);
+            }
+            let factor = guest::factor(&self.scenario.guest.phases, self.now);
+            let step = self.memory.follow(self.link(), most, factor, wait.as_secs_f64());
+            self.left = Some(step.speed);
+            self.account(step.used);
+            let sent = step.sent * self.scenario.link.page_bytes;
+            self.outcome.sent += sent;
+            if let Some(followed) = &mut self.outcome.post_copy {
+                followed.faults += step.faults;
+            }
+            self.point();
+        }
+        self.left = Some(1.0);
+        Ok(())
+    }
+
+    /// Nothing more follows the guest.
+    pub(crate) fn end(&mut self) {
+        if self.left.is_some() {
+            self.outcome.lacking = self.memory.missing();
+        }
+    }
+
+    /// Nothing is copied in the first round of a guest that leaves at once.
+    pub(crate) fn skip_round(&mut self) {
+        self.row = RoundRow { start: self.now, ..RoundRow::default() };
+        self.memory.begin();
+        self.end_row(0);
     }
 
     /// Pages that the link carries each second, if it carries any.
@@ -160,7 +252,7 @@ impl<'a> Source<'a> {
     /// The guest is given away: what of it is not there.
     pub(crate) fn give_away(&mut self) {
         // It is given away once more where the answer was lost, and may run there by then.
-        if self.stopped.is_some() {
+        if self.stopped.is_some() && self.left.is_none() {
             self.outcome.lacking = self.memory.remaining() + self.memory.missing();
         }
     }
@@ -328,8 +420,13 @@ impl<'a> Source<'a> {
             at: self.now,
             throttle: self.plan.throttle,
             speed: self.speed(),
-            remaining: self.memory.remaining() * 4096.0,
+            remaining: (self.memory.remaining() + self.following()) * 4096.0,
         });
+    }
+
+    /// Pages that follow the guest.
+    fn following(&self) -> f64 {
+        if self.left.is_some() { self.memory.missing() } else { 0.0 }
     }
 
     fn end_row(&mut self, round: u32) {

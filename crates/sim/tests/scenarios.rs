@@ -153,3 +153,27 @@ fn a_forecast_from_samples_comes_near_what_happens() {
     assert!((forecasts[0].seconds.1 / outcome.total - 1.0).abs() < 0.25, "{:?}", forecasts[0]);
     assert!((0.5..2.0).contains(&(forecasts[0].downtime / outcome.downtime)));
 }
+
+#[test]
+fn a_guest_that_outruns_its_link_leaves_before_its_memory_and_waits_for_what_it_needs() {
+    let mut scenario = named("busy").unwrap();
+    scenario.settings.throttle = ThrottleMode::Off;
+    scenario.reconnect = Duration::from_secs(60);
+    assert!(!run(&scenario).moved());
+    for when in ["now", "after 1", "on-timeout"] {
+        scenario.post_copy = when.parse().unwrap();
+        let outcome = run(&scenario);
+        let followed = outcome.post_copy.unwrap();
+        assert!(outcome.moved() && outcome.reason.is_none(), "{when}: {outcome:?}");
+        assert!(outcome.downtime < 0.05, "{when}: {}", outcome.downtime);
+        // 256 MiB are written, of 600; all of it follows once.
+        let least = if when == "now" { 600e6 } else { 200e6 };
+        assert!((least..least * 1.4).contains(&followed.missing), "{when}: {followed:?}");
+        assert!(followed.faults > 1000.0 && followed.lost_work > 0.2, "{when}: {followed:?}");
+    }
+    // Where what is left fits there is nothing to leave before.
+    let mut idle = named("idle").unwrap();
+    (idle.reconnect, idle.post_copy) = (scenario.reconnect, "after 1".parse().unwrap());
+    let outcome = run(&idle);
+    assert!(outcome.moved() && outcome.post_copy.is_none());
+}

@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used)]
 
 use godwit_policy::ThrottleMode;
-use godwit_sim::{End, Outcome, Scenario, random, random_trouble, run};
+use godwit_sim::{End, Outcome, Scenario, random, random_leaving, random_trouble, run};
 
 const EACH: u64 = 2500;
 
@@ -106,4 +106,26 @@ fn whatever_goes_wrong_one_side_has_all_of_the_guest() {
     println!("{ends:?}, {resumed} moved behind a resumption, {recovered} recovered");
     assert!(ends.iter().all(|count| *count > 0), "{ends:?}");
     assert!(resumed > 100 && recovered > 0, "{resumed}, {recovered}");
+}
+
+#[test]
+fn a_guest_that_left_before_its_memory_has_all_of_it_at_last() {
+    // Mutation: a destination that is killed is not followed.
+    let outcomes = (0..TROUBLES).map(|seed| (seed, run(&random_leaving(seed))));
+    let (mut left, mut cut, mut wrong) = (0, 0, Vec::new());
+    for (seed, outcome) in outcomes {
+        wrong.extend(outcome.fault().map(|what| (seed, what)));
+        let Some(followed) = outcome.post_copy else { continue };
+        if outcome.moved() {
+            left += 1;
+            cut += u32::from(outcome.resumptions > 0);
+            let all = (0.0..=outcome.total).contains(&followed.seconds)
+                && (0.0..=followed.seconds + 1e-6).contains(&followed.lost_work)
+                && followed.faults * 4096.0 <= followed.missing * 1.001 + 4096.0;
+            wrong.extend((!all).then_some((seed, "no such time, or more waits than pages")));
+        }
+    }
+    assert_eq!(wrong, []);
+    println!("{left} left before their memory, {cut} of them with a resumption");
+    assert!(left > 1000 && cut > 400, "{left} {cut}");
 }

@@ -100,6 +100,17 @@ pub(super) fn rounds(outcome: &Outcome, width: usize) -> String {
         time(outcome.under_10),
         time(outcome.under_50),
     );
+    let followed = outcome.post_copy.map_or_else(String::new, |followed| {
+        format!(
+            "; the guest left before {} of memory, which followed within {}: it waited for {:.0} \
+             pages, {} of its work",
+            bytes(followed.missing),
+            time(followed.seconds),
+            followed.faults,
+            time(followed.lost_work),
+        )
+    });
+    let text = text + &followed;
     let reason = outcome.reason.as_ref().map(|reason| wrap("", reason, 2, width) + "\n");
     format!(
         "{}{}\n{}",
@@ -146,7 +157,7 @@ pub(super) fn comparison(what: &str, outcomes: &[(String, Outcome)], width: usiz
 
 #[cfg(test)]
 mod tests {
-    use godwit_sim::{NAMES, named, run};
+    use godwit_sim::{Followed, NAMES, named, run};
 
     use super::*;
 
@@ -160,6 +171,7 @@ mod tests {
             NAMES.iter().filter(|(name, _)| ["busy", "disk-share", "huge"].contains(name))
         {
             let outcome = run(&named(name).unwrap());
+            let outcome = Outcome { post_copy: Some(Followed::default()), ..outcome };
             for width in [40, 80, 120] {
                 let text = rounds(&outcome, width);
                 assert!(widest(&text) <= width, "{text}");
