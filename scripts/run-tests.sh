@@ -8,8 +8,6 @@ trap 'rm -f "$log"' EXIT
 status=0
 # One guest of each kind boots, and the others start from its state (lab/testbed/src/booted.rs).
 export GODWIT_BOOT_ONCE=1
-# Three tests at a time on two processors: guests and moves rest now and then.
-export RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(($(nproc) * 3 / 2))}
 "${CARGO:-cargo}" test --workspace --features godwit-cli/test-hooks --no-fail-fast -- "$@" 2>&1 | tee "$log" || status=$?
 skipped=$(grep -c '^SKIPPED' "$log" || true)
 echo
