@@ -14,7 +14,7 @@ const PAGE: f64 = 4096.0;
 const SEGMENTS: f64 = 512.0;
 const SEGMENT_PAGES: f64 = 4096.0;
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Segment {
     /// Pages with data, all to be sent once.
     pub(crate) data: f64,
@@ -106,17 +106,7 @@ impl Memory {
             });
             for _ in 0..take {
                 let written = pages / take as f64;
-                segments.push(Segment {
-                    data: written,
-                    written,
-                    dirty: 0.0,
-                    sent: false,
-                    governed: false,
-                    taken: 0.0,
-                    flight: 0.0,
-                    owed: 0.0,
-                    missing: 0.0,
-                });
+                segments.push(Segment { data: written, written, ..Segment::default() });
             }
         }
         // What else holds data is spread over all, first into the segments that are never written.
@@ -125,17 +115,7 @@ impl Memory {
         let still = count - segments.len();
         let share = if still > 0 { (rest / still as f64).min(segment_pages) } else { 0.0 };
         for _ in 0..still {
-            segments.push(Segment {
-                data: share,
-                written: 0.0,
-                dirty: 0.0,
-                sent: false,
-                governed: false,
-                taken: 0.0,
-                flight: 0.0,
-                owed: 0.0,
-                missing: 0.0,
-            });
+            segments.push(Segment { data: share, ..Segment::default() });
             rest -= share;
         }
         let more = rest.max(0.0) / count as f64;
