@@ -161,15 +161,15 @@ impl<'a, M: Machine<W>, W: Work> MainLoop<'a, M, W> {
 
     /// Writes at its rate, and checks as fast as it can, or as often as it is told.
     pub fn turn_rate(&mut self) {
-        if self.checks.is_some() {
-            self.rest(REST_MICROS);
+        let now = if self.checks.is_some() {
+            self.rest(REST_MICROS)
         } else {
             for _ in 0..STEPS_RATE {
                 self.check();
                 self.count();
             }
-        }
-        let now = self.clock();
+            self.clock()
+        };
         for _ in 0..self.pace.due(now) {
             self.work.write();
             self.count();
