@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
+use godwit_engine::limits;
 use godwit_policy::{PostCopy, Settings, ThrottleMode};
 use godwit_sim::{NAMES, Outcome, Scenario, Synchronisation, chart, named, run as simulate};
 use godwit_units::{ByteCount, GRAMMAR, Rate, parse_duration};
@@ -19,9 +20,6 @@ use crate::output::json_line;
 use crate::plan;
 use crate::process::FAILED;
 use crate::settings;
-
-/// `migrate --reconnect`, where it is not given.
-const RECONNECT: Duration = Duration::from_secs(60);
 
 /// Simulate a migration: nothing real is touched.
 ///
@@ -221,7 +219,7 @@ fn leave(scenario: &mut Scenario, postcopy: PostCopy) -> anyhow::Result<()> {
         bail!("this scenario has a disk that moves, for which a guest does not leave: no postcopy");
     }
     scenario.post_copy = postcopy;
-    scenario.reconnect = RECONNECT;
+    scenario.reconnect = limits::RECONNECT;
     Ok(())
 }
 

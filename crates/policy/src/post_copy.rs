@@ -35,7 +35,8 @@ pub enum PostCopy {
 
 impl PostCopy {
     /// Whether the guest leaves behind `round`, counted from 0, of which the policy makes
-    /// `decision`. Never where that is [`Decision::SwitchOver`]: what is left then goes before.
+    /// `decision`. Never where that is [`Decision::SwitchOver`]: what is left then goes before. An
+    /// engine that sees that it would fit, though another round is made of it, does not ask.
     #[must_use]
     pub fn leaves(self, round: u32, decision: &Decision) -> bool {
         match (self, decision) {
