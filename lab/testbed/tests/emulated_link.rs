@@ -44,11 +44,18 @@ fn a_round_trip_takes_twice_the_delay() {
     let delay = Duration::from_millis(20);
     let conditions = Conditions { delay, ..Conditions::default() };
     let Some(link) = link("a_round_trip_takes_twice_the_delay", &conditions) else { return };
-    let times = round_trips(&heard(&link, 100));
-    println!("round trips: {:.2} to {:.2} ms", times[0], times[times.len() - 1]);
-    assert!(times[0] >= 40.0, "{times:?}");
-    // A machine that is at work makes many of them longer, and none shorter.
-    assert!(times[times.len() / 20] < 45.0, "{times:?}");
+    let mut medians = Vec::new();
+    for _ in 0..TRIES {
+        let times = round_trips(&heard(&link, 100));
+        println!("round trips: {:.2} to {:.2} ms", times[0], times[times.len() - 1]);
+        assert!(times[0] >= 40.0, "{times:?}");
+        // What the machine is held up by makes some longer, or most of one try.
+        medians.push(times[times.len() / 2]);
+        if medians.iter().any(|median| *median < 45.0) {
+            return;
+        }
+    }
+    panic!("medians: {medians:?}");
 }
 
 #[test]
