@@ -113,7 +113,7 @@ fn measure(
     fill: ByteCount,
     rounds: usize,
 ) -> anyhow::Result<Vec<Value>> {
-    let guest = GuestConfig { memory: size, fill, ..GuestConfig::small(Mode::Idle) };
+    let guest = GuestConfig { memory: size, fill, ..GuestConfig::small(Mode::Idle).without_rest() };
     let vm = TestVm::source(&VmConfig::new(old, guest))?;
     vm.wait_ready(LIMIT)?;
     vm.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;

@@ -221,7 +221,7 @@ fn linux(build: &godwit_testbed::QemuBuild, balloon: &str) -> VmConfig {
     let work = BuildWork { jobs: 0, past: ByteCount(300 << 20) };
     let guest =
         GuestConfig { memory: ByteCount(512 << 20), build: work, ..GuestConfig::small(Mode::Rate) };
-    VmConfig::new(build, guest).with_extra(&["-device", balloon])
+    VmConfig::new(build, guest).booting().with_extra(&["-device", balloon])
 }
 
 const REPORTING: &str = "virtio-balloon-pci,free-page-reporting=on";

@@ -99,7 +99,8 @@ fn at_every_step_up_to_commit_the_guest_runs_on_at_the_source() -> anyhow::Resul
 fn from_commit_on_the_guest_never_runs_at_the_source() -> anyhow::Result<()> {
     for build in builds_in_turn_for("from_commit_on_the_guest_never_runs_at_the_source") {
         for step in ["kill-after-commit", "kill-after-farewell"] {
-            let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
+            let guest = GuestConfig::small(Mode::Rate).without_rest();
+            let mut pair = Pair::start(&VmConfig::new(&build, guest))?;
             let place = BeaconPlace::find(pair.source.ram_file())?;
             let observer =
                 Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
@@ -329,7 +330,8 @@ fn a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none() -> an
     for build in
         builds_in_turn_for("a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none")
     {
-        let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
+        let guest = GuestConfig::small(Mode::Rate).without_rest();
+        let mut pair = Pair::start(&VmConfig::new(&build, guest))?;
         let place = BeaconPlace::find(pair.source.ram_file())?;
         let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
         let (receive, address) =
@@ -374,7 +376,8 @@ fn a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian() -> a
         builds_in_turn_for("a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian")
     {
         for step in ["kill-before-run", "kill-after-run"] {
-            let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
+            let guest = GuestConfig::small(Mode::Rate).without_rest();
+            let mut pair = Pair::start(&VmConfig::new(&build, guest))?;
             let place = BeaconPlace::find(pair.source.ram_file())?;
             let observer =
                 Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;

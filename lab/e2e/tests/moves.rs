@@ -18,7 +18,9 @@ const SHARED: ByteCount = ByteCount(32 << 20);
 /// Moves a guest with all witnesses.
 fn moves(test: &str, mode: Mode) -> anyhow::Result<()> {
     for build in builds_in_turn_for(test) {
-        let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(mode)))?;
+        // One that boots, and never rests: the observer sees whether it runs on both sides.
+        let guest = GuestConfig::small(mode).without_rest();
+        let mut pair = Pair::start(&VmConfig::new(&build, guest).booting())?;
         let place = BeaconPlace::find(pair.source.ram_file())?;
         let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
 

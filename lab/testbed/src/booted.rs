@@ -15,7 +15,7 @@ use anyhow::Context;
 use godwit_stamp::heartbeat::ASKS;
 
 use crate::console::Console;
-use crate::guest::GuestFiles;
+use crate::guest::{GuestFiles, KERNEL};
 use crate::image::Boot;
 use crate::saved::SavedState;
 use crate::vm_config::{Accelerator, Backend, VmConfig};
@@ -23,6 +23,8 @@ use crate::vm_config::{Accelerator, Backend, VmConfig};
 /// The variable of the environment that allows it, whatever its value.
 const ALLOWED: &str = "GODWIT_BOOT_ONCE";
 const LIMIT: Duration = Duration::from_secs(60);
+/// What says with which arguments a QEMU starts beside those that are `devices`.
+const STARTED_BY: &str = include_str!("vm.rs");
 /// What a qcow2 image begins with, and where it says what size it shows (QEMU's
 /// docs/interop/qcow2.txt).
 const QCOW2: &[u8] = b"QFI\xfb";
@@ -31,7 +33,7 @@ const QCOW2_SIZE: std::ops::Range<usize> = 24..32;
 /// The state that machines like `config` start from, if there can be one.
 pub(crate) fn state_for(config: &VmConfig) -> anyhow::Result<Option<SavedState<'_>>> {
     let linux = config.accelerator == Accelerator::Tcg && config.boot == Boot::Guest;
-    if !linux || std::env::var_os(ALLOWED).is_none() {
+    if !linux || config.boots || std::env::var_os(ALLOWED).is_none() {
         return Ok(None);
     }
     let Some(extra) = devices(&config.extra) else { return Ok(None) };
@@ -41,13 +43,14 @@ pub(crate) fn state_for(config: &VmConfig) -> anyhow::Result<Option<SavedState<'
         found.with_context(|| format!("cannot look at {}", file.display()))
     });
     let [kernel, initramfs] = programs;
+    let made_of = (kernel?, initramfs?, KERNEL, STARTED_BY);
     // Whose pages are as large, and whose blocks have the same names.
     let backend = match config.backend {
         Backend::SharedFile | Backend::PrivateFile | Backend::Anonymous | Backend::Memfd => None,
         other => Some(format!("{other:?}")),
     };
     let kind = (config.guest.memory.0, config.cpus, backend, extra);
-    Ok(Some(SavedState::new(&config.build, "booted", (kernel?, initramfs?), kind)))
+    Ok(Some(SavedState::new(&config.build, "booted", made_of, kind)))
 }
 
 /// Waits until a guest that is to ask for its settings does.

@@ -51,6 +51,8 @@ pub struct VmConfig {
     pub accelerator: Accelerator,
     /// What it boots, under [`Accelerator::Tcg`].
     pub boot: Boot,
+    /// It does boot, also where tests start guests from the state of one that has.
+    pub boots: bool,
     /// Virtual processors. Linux does its work on one of them, the guest on KVM on all.
     pub cpus: u32,
     /// Where its RAM is.
@@ -70,7 +72,8 @@ impl VmConfig {
         let (build, backend) = (build.clone(), Backend::default());
         let (accelerator, boot) = (Accelerator::default(), Boot::default());
         let (ram_in, dirty_ring, extra) = (None, None, Vec::new());
-        Self { build, guest, accelerator, boot, cpus: 1, backend, ram_in, dirty_ring, extra }
+        let (boots, cpus) = (false, 1);
+        Self { build, guest, accelerator, boot, boots, cpus, backend, ram_in, dirty_ring, extra }
     }
 
     /// The same on KVM, with a guest of its own that does the same work.
@@ -109,6 +112,14 @@ impl VmConfig {
     #[must_use]
     pub fn with_boot(mut self, boot: Boot) -> Self {
         self.boot = boot;
+        self
+    }
+
+    /// The same whose guest boots in any case: where that is what is tested, or that memory is as
+    /// untouched as it is then (a state that QEMU 7.2 loads touches all of it).
+    #[must_use]
+    pub fn booting(mut self) -> Self {
+        self.boots = true;
         self
     }
 

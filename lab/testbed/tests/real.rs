@@ -21,7 +21,8 @@ use godwit_testbed::{
 const LIMIT: Duration = Duration::from_secs(120);
 
 fn ready(build: &QemuBuild, mode: Mode) -> TestVm {
-    let vm = TestVm::source(&VmConfig::new(build, GuestConfig::small(mode))).unwrap();
+    let config = VmConfig::new(build, GuestConfig::small(mode).without_rest()).booting();
+    let vm = TestVm::source(&config).unwrap();
     vm.wait_ready(LIMIT).unwrap();
     vm
 }

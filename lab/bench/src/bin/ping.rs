@@ -83,7 +83,7 @@ fn measure(
     let file =
         format!("file.driver=file,file.filename={},file.cache.direct=on", image.path().display());
     let node = format!("driver=raw,node-name=disk,cache.direct=on,{file}");
-    let config = VmConfig::new(build, GuestConfig::small(Mode::Idle))
+    let config = VmConfig::new(build, GuestConfig::small(Mode::Idle).without_rest())
         .with_extra(&["-blockdev", &node, "-device", "virtio-blk-pci,drive=disk", "-cpu", "max"])
         .with_extra(&["-device", "virtio-balloon-pci,free-page-reporting=on"]);
     let mut source = TestVm::source(&lan.attach(&config)?)?;

@@ -34,7 +34,12 @@ pub(crate) fn build() -> anyhow::Result<QemuBuild> {
 /// An idle guest of 512 MiB, of which 256 MiB are filled, with this work for its disk.
 pub(crate) fn guest(disk: DiskWork) -> GuestConfig {
     let memory = ByteCount(512 * MIB);
-    GuestConfig { memory, fill: ByteCount(256 * MIB), disk, ..GuestConfig::small(Mode::Idle) }
+    GuestConfig {
+        memory,
+        fill: ByteCount(256 * MIB),
+        disk,
+        ..GuestConfig::small(Mode::Idle).without_rest()
+    }
 }
 
 /// Who moves the guest, with these options if it is godwit.

@@ -87,7 +87,7 @@ impl Contestant {
             build: case.build,
             working_set: ByteCount(4 << 20),
             fill: ByteCount(16 << 20),
-            ..GuestConfig::small(Mode::Idle)
+            ..GuestConfig::small(Mode::Idle).without_rest()
         };
         let config = VmConfig::new(build, guest);
         match self {
