@@ -24,6 +24,8 @@ const PAUSE: Duration = Duration::from_millis(250);
 /// Pages that one blow damages, at most.
 const PAGES: usize = 64;
 const PAGE: usize = PAGE_SIZE as usize;
+/// The bit of a page table's entry that maps a page (Intel SDM volume 3, 4.5).
+const PRESENT: u64 = 1;
 /// The disk of one that has one.
 const DISK: ByteCount = ByteCount(32 << 20);
 
@@ -113,7 +115,7 @@ fn strike_patterns(ram: &File, random: &mut fastrand::Rng) -> anyhow::Result<usi
     let mut page = [0; PAGE];
     for at in (0..pages).map(|page| page * PAGE_SIZE) {
         ram.read_exact_at(&mut page, at)?;
-        if is_a_pattern(&page) {
+        if is_a_pattern(&page, pages) {
             found.push(at);
         }
     }
@@ -126,10 +128,14 @@ fn strike_patterns(ram: &File, random: &mut fastrand::Rng) -> anyhow::Result<usi
     Ok(found.len())
 }
 
-/// Whether a page is the same word all over, and that not zero.
-fn is_a_pattern(page: &[u8; PAGE]) -> bool {
+/// Whether a page is the same word all over, and that neither zero nor the entry of a page table: one
+/// that maps the page of zeros everywhere (which a process has that only reads) is the kernel's own.
+fn is_a_pattern(page: &[u8; PAGE], pages: u64) -> bool {
     let (words, _) = page.as_chunks::<8>();
-    words[0] != [0; 8] && words.iter().all(|word| *word == words[0])
+    let word = u64::from_le_bytes(words[0]);
+    let frame = word >> 12 & (1 << 40) - 1;
+    let maps = word & PRESENT != 0 && frame < pages;
+    word != 0 && !maps && words.iter().all(|word| *word == words[0])
 }
 
 /// Flips one bit of what is `page` at `at`.
@@ -148,10 +154,24 @@ mod tests {
     #[test]
     fn a_page_of_one_word_is_a_pattern_and_one_of_zeros_is_none() {
         let mut page = [0x5a; PAGE];
-        assert!(is_a_pattern(&page));
+        assert!(is_a_pattern(&page, 131_072));
         page[4000] ^= 1;
-        assert!(!is_a_pattern(&page));
-        assert!(!is_a_pattern(&[0; PAGE]));
+        assert!(!is_a_pattern(&page, 131_072));
+        assert!(!is_a_pattern(&[0; PAGE], 131_072));
+    }
+
+    #[test]
+    fn a_page_table_is_no_pattern_though_it_maps_one_page_all_over() {
+        let table = |entry: u64| {
+            let mut page = [0; PAGE];
+            page.as_chunks_mut::<8>().0.fill(entry.to_le_bytes());
+            page
+        };
+        // As the guest of a soak had it.
+        let entry = 0x8000_0000_08eb_1225;
+        assert!(!is_a_pattern(&table(entry), 131_072));
+        assert!(is_a_pattern(&table(entry), 0x8eb1), "beyond its memory");
+        assert!(is_a_pattern(&table(entry ^ PRESENT), 131_072));
     }
 
     #[test]

@@ -28,15 +28,31 @@ fn heard(link: &EmulatedLink, count: usize) -> Heard {
     pings.finish().unwrap()
 }
 
-/// How long each took, where none was lost; in milliseconds, the shortest first.
-fn round_trips(heard: &Heard) -> Vec<f64> {
+/// How long each took; in milliseconds, the shortest first. Nothing where some were lost or stay
+/// under way for much longer, so that which answer belongs to which question is not known.
+fn round_trips(heard: &Heard) -> Option<Vec<f64>> {
     let under_way = heard.asked.len() - heard.answered.len();
-    assert!(under_way < 20, "{under_way} were lost");
     let pairs = heard.asked.iter().zip(&heard.answered);
     let mut times: Vec<f64> =
         pairs.map(|(asked, answered)| (*answered - *asked).as_secs_f64() * 1e3).collect();
     times.sort_by(f64::total_cmp);
-    times
+    (under_way < 20).then_some(times)
+}
+
+/// What some `rule` says of round trips over `link`, in one of some tries: a machine that is held up
+/// makes them longer.
+fn in_one_try(link: &EmulatedLink, count: usize, rule: impl Fn(&[f64]) -> bool) {
+    let mut seen = Vec::new();
+    for _ in 0..10 {
+        let Some(times) = round_trips(&heard(link, count)) else { continue };
+        let [low, middle, high] = [5, 50, 95].map(|percent| times[times.len() * percent / 100]);
+        println!("round trips: {low:.2}, {middle:.2}, {high:.2} ms (5, 50 and 95 of a hundred)");
+        if rule(&times) {
+            return;
+        }
+        seen.push([times[0], low, middle, high]);
+    }
+    panic!("{seen:?}");
 }
 
 #[test]
@@ -44,18 +60,11 @@ fn a_round_trip_takes_twice_the_delay() {
     let delay = Duration::from_millis(20);
     let conditions = Conditions { delay, ..Conditions::default() };
     let Some(link) = link("a_round_trip_takes_twice_the_delay", &conditions) else { return };
-    let mut medians = Vec::new();
-    for _ in 0..TRIES {
-        let times = round_trips(&heard(&link, 100));
-        println!("round trips: {:.2} to {:.2} ms", times[0], times[times.len() - 1]);
-        assert!(times[0] >= 40.0, "{times:?}");
-        // What the machine is held up by makes some longer, or most of one try.
-        medians.push(times[times.len() / 2]);
-        if medians.iter().any(|median| *median < 45.0) {
-            return;
-        }
-    }
-    panic!("medians: {medians:?}");
+    in_one_try(&link, 100, |times| {
+        // Each way the emulator delivers by up to 50 us early what is due with something else.
+        assert!(times[0] >= 39.9, "{times:?}");
+        times[times.len() / 2] < 45.0
+    });
 }
 
 #[test]
@@ -63,11 +72,11 @@ fn jitter_makes_some_round_trips_longer() {
     let (delay, jitter) = (Duration::from_millis(5), Duration::from_millis(4));
     let conditions = Conditions { delay, jitter, ..Conditions::default() };
     let Some(link) = link("jitter_makes_some_round_trips_longer", &conditions) else { return };
-    let times = round_trips(&heard(&link, 200));
-    let [low, middle, high] = [5, 50, 95].map(|percent| times[times.len() * percent / 100]);
-    println!("round trips: {low:.2}, {middle:.2}, {high:.2} ms (5, 50 and 95 of a hundred)");
-    assert!((10.0..14.0).contains(&low) && (13.0..17.0).contains(&middle), "{low} {middle}");
-    assert!((15.0..25.0).contains(&high), "{high}");
+    in_one_try(&link, 200, |times| {
+        let [low, middle, high] = [5, 50, 95].map(|percent| times[times.len() * percent / 100]);
+        assert!(low >= 10.0 && middle >= 13.0 && high >= 15.0, "{low} {middle} {high}");
+        low < 14.0 && middle < 17.0 && high < 25.0
+    });
 }
 
 #[test]

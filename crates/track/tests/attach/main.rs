@@ -24,7 +24,7 @@ use godwit_track::{Approach, TrackError, Way, attach};
 const TARGET: &str = "GODWIT_TEST_TARGET";
 const ATTACHER: &str = "GODWIT_TEST_ATTACHER";
 /// For the target to answer.
-const LIMIT: Duration = Duration::from_secs(10);
+const LIMIT: Duration = Duration::from_secs(60);
 
 static ALARMS: AtomicU64 = AtomicU64::new(0);
 
@@ -372,7 +372,8 @@ fn a_frozen_process_is_not_waited_for_and_is_let_go() {
         let took = began.elapsed();
         println!("{}: {error} after {took:?}", freezer.name());
         assert!(matches!(error, TrackError::Stuck { .. }), "{error}");
-        assert!(took < Duration::from_secs(8), "{took:?}");
+        // It gives up after seconds; a host that is held up may take longer.
+        assert!(took < LIMIT, "{took:?}");
         assert_eq!(target.status("TracerPid:"), "0");
         freezer.thaw();
         target.ask();
