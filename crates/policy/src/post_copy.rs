@@ -17,8 +17,9 @@ use crate::observe::Decision;
 /// assert!("later".parse::<PostCopy>().is_err());
 ///
 /// let another = Decision::NextRound(Plan::default());
-/// assert!(!PostCopy::After(2).leaves(0, &another));
-/// assert!(PostCopy::After(2).leaves(1, &another));
+/// assert!(!PostCopy::After(2).leaves(0, &another, false));
+/// assert!(PostCopy::After(2).leaves(1, &another, false));
+/// assert!(!PostCopy::After(2).leaves(1, &another, true));
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PostCopy {
@@ -35,12 +36,13 @@ pub enum PostCopy {
 
 impl PostCopy {
     /// Whether the guest leaves behind `round`, counted from 0, of which the policy makes
-    /// `decision`. Never where that is [`Decision::SwitchOver`]: what is left then goes before. An
-    /// engine that sees that it would fit, though another round is made of it, does not ask.
+    /// `decision`. Never where that is [`Decision::SwitchOver`], or where what is left `fits` into
+    /// the downtime limit though another round is made of it: it then goes before.
     #[must_use]
-    pub fn leaves(self, round: u32, decision: &Decision) -> bool {
+    pub fn leaves(self, round: u32, decision: &Decision, fits: bool) -> bool {
         match (self, decision) {
             (_, Decision::SwitchOver) | (Self::Never, _) => false,
+            _ if fits => false,
             (Self::OnTimeout, decision) => matches!(decision, Decision::GiveUp(_)),
             (Self::After(rounds), _) => round + 1 >= rounds,
             (Self::Now, _) => true,
@@ -89,7 +91,11 @@ mod tests {
     #[test]
     fn a_guest_whose_rest_fits_does_not_leave_before_it() {
         let all = [PostCopy::Never, PostCopy::OnTimeout, PostCopy::After(1), PostCopy::Now];
-        let leave = |decision| all.map(|when| when.leaves(0, &decision));
+        let leave = |decision| {
+            // What fits goes before, whatever is made of it.
+            assert_eq!(all.map(|when| when.leaves(0, &decision, true)), [false; 4]);
+            all.map(|when| when.leaves(0, &decision, false))
+        };
         assert_eq!(leave(Decision::SwitchOver), [false; 4]);
         assert_eq!(leave(Decision::NextRound(Plan::default())), [false, false, true, true]);
         let advice = Advice {

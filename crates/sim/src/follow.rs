@@ -30,7 +30,8 @@ impl Memory {
         }
         for segment in &mut self.segments {
             let left = if segment.sent {
-                segment.missing + segment.dirty + segment.taken + segment.owed
+                // What did not arrive and is owed is the same.
+                segment.missing.max(segment.owed) + segment.dirty + segment.taken
             } else {
                 segment.data
             };
@@ -57,14 +58,15 @@ impl Memory {
         self.regions.iter().map(of).sum::<f64>() * factor
     }
 
-    /// What is missing comes, at `rate` pages each second and for `most` seconds at most; the guest
-    /// runs, and each page that it writes first takes it `wait` seconds. Those that it waits for
-    /// come first, and the others in their order.
+    /// What is missing comes, at `rate` pages each second (more than none) and for `most` seconds
+    /// at most; the guest runs, and each page that it writes first takes it `wait` seconds and the
+    /// time that the link takes for a page. Those that it waits for come first, and the others in
+    /// their order.
     pub(crate) fn follow(&mut self, rate: f64, most: f64, factor: f64, wait: f64) -> Step {
         let missing = self.missing();
-        let used = if rate > 0.0 { most.min(missing / rate) } else { most };
+        let used = most.min(missing / rate);
         let misses = self.misses(factor);
-        let speed = 1.0 / (1.0 + misses * wait);
+        let speed = 1.0 / (1.0 + misses * (wait + 1.0 / rate));
         let wanted = misses * speed * used;
         let mut faults = 0.0;
         for at in 0..self.regions.len() {
@@ -82,6 +84,7 @@ impl Memory {
             }
             self.cursor += 1;
         }
+        debug_assert!(sent <= rate * used * (1.0 + 1e-9) + 1e-6, "{sent} in {used} s");
         Step { used, sent, faults, speed }
     }
 
@@ -139,10 +142,11 @@ mod tests {
         let spec = GuestSpec::idle(ByteCount(1024 * MIB), ByteCount(512 * MIB))
             .writing(ByteCount(256 * MIB), 10_000.0);
         let mut memory = left(&spec);
-        // At first every write is one: 10,000 a second of 1 ms each leave an eleventh.
+        // At first every write is one: 10,000 a second of 1 ms each, and 0.1 ms on the link, leave a
+        // twelfth.
         assert!((memory.misses(1.0) - 10_000.0).abs() < 1.0, "{}", memory.misses(1.0));
         let first = memory.follow(10_000.0, 0.1, 1.0, 1e-3);
-        assert!((first.speed - 1.0 / 11.0).abs() < 1e-3, "{first:?}");
+        assert!((first.speed - 1.0 / 12.0).abs() < 1e-3, "{first:?}");
         assert!((first.faults - 10_000.0 * first.speed * 0.1).abs() < 1.0, "{first:?}");
         assert!((first.sent - 1000.0).abs() < 1e-6, "they come over the same link: {first:?}");
         let (mut faults, mut last) = (first.faults, first);
@@ -151,6 +155,29 @@ mod tests {
             faults += last.faults;
         }
         assert!(last.speed > 0.9 && faults < 65_536.0, "{last:?} {faults}");
+    }
+
+    #[test]
+    fn a_slow_link_carries_no_more_than_it_can() {
+        // Asked for 10,000 pages a second, of which it carries 256 (1 MiB/s).
+        let spec = GuestSpec::idle(ByteCount(1024 * MIB), ByteCount(512 * MIB))
+            .writing(ByteCount(256 * MIB), 10_000.0);
+        let mut memory = left(&spec);
+        let step = memory.follow(256.0, 10.0, 1.0, 1e-3);
+        assert!((step.sent - 2560.0).abs() < 1e-6 && step.faults < 2560.0, "{step:?}");
+        assert!((step.speed - 1.0 / (1.0 + 10_000.0 * (1e-3 + 1.0 / 256.0))).abs() < 1e-4);
+        assert!((131_072.0 - memory.missing() - step.sent).abs() < 1e-3);
+    }
+
+    #[test]
+    fn what_is_lost_and_owed_is_missing_once() {
+        let mut memory = left(&GuestSpec::idle(ByteCount(1024 * MIB), ByteCount(512 * MIB)));
+        memory.follow(65_536.0, 10.0, 1.0, 0.0);
+        for segment in &mut memory.segments {
+            (segment.missing, segment.owed) = (10.0, 10.0);
+        }
+        let pages = memory.leave();
+        assert!((pages - 10.0 * memory.segments.len() as f64).abs() < 1e-6, "{pages}");
     }
 
     #[test]

@@ -381,8 +381,9 @@ impl Simulation<'_> {
                 let prepared = matches!(self.source, Ss::Closing { .. });
                 let decision = self.engine.ask(prepared);
                 let (Ss::PreCopy { round } | Ss::Closing { round }) = self.source else { return };
-                self.leaves =
-                    self.scenario.may_leave() && self.scenario.post_copy.leaves(round, &decision);
+                let fits = self.engine.fits_into_limit();
+                self.leaves = self.scenario.may_leave()
+                    && self.scenario.post_copy.leaves(round, &decision, fits);
                 let input = match decision {
                     _ if self.leaves => Si::SwitchOver,
                     Decision::NextRound(_) => Si::NextRound,
@@ -464,8 +465,9 @@ impl Simulation<'_> {
         if !self.link {
             return;
         }
-        if round == 0 && self.scenario.post_copy == PostCopy::Now && self.scenario.may_leave() {
-            self.engine.skip_round();
+        // Also behind a resumption: what is left follows.
+        if !last && self.scenario.post_copy == PostCopy::Now && self.scenario.may_leave() {
+            self.engine.skip_round(round);
             return self.send(Message::ToDestination(Di::RoundEnd));
         }
         match self.engine.copy_round(round, last) {

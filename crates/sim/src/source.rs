@@ -17,6 +17,9 @@ const NOTICE: f64 = 1.0;
 /// Looks within a round, at the most.
 const LOOKS: f64 = 100.0;
 
+/// Steps in which memory follows, about.
+const STEPS: f64 = 1000.0;
+
 /// How often the conversation changes its direction while the guest is stopped, and a little for
 /// luck.
 const TURNS: u32 = 6;
@@ -39,6 +42,10 @@ pub(crate) struct Source<'a> {
     stopped: Option<f64>,
     /// The guest has left before its memory, and runs at this speed there.
     left: Option<f64>,
+    /// Some of it is still to follow.
+    follows: bool,
+    /// What was left at the last look at the policy would fit into the downtime limit.
+    fits: bool,
     row: RoundRow,
     /// A pass over memory is in progress and goes on in the next round.
     midway: bool,
@@ -63,6 +70,8 @@ impl<'a> Source<'a> {
             now: 0.0,
             stopped: None,
             left: None,
+            follows: false,
+            fits: false,
             row: RoundRow::default(),
             midway: false,
             gap: 0.0,
@@ -99,7 +108,9 @@ impl<'a> Source<'a> {
         self.now += time;
         self.row.speed += speed * time;
         self.outcome.lost_work += (1.0 - speed) * time;
-        if let (Some(followed), None) = (&mut self.outcome.post_copy, self.stopped) {
+        if let (Some(followed), None, true) =
+            (&mut self.outcome.post_copy, self.stopped, self.follows)
+        {
             followed.seconds += time;
             followed.lost_work += (1.0 - speed) * time;
         }
@@ -153,7 +164,7 @@ impl<'a> Source<'a> {
             row.remaining = missing;
         }
         self.outcome.post_copy = Some(Followed { missing, ..Followed::default() });
-        (self.left, self.outcome.reason) = (Some(1.0), None);
+        (self.left, self.follows, self.outcome.reason) = (Some(1.0), true, None);
     }
 
     /// Whether the guest has left before its memory.
@@ -163,20 +174,29 @@ impl<'a> Source<'a> {
 
     /// It stays after all.
     pub(crate) fn stays(&mut self) {
-        (self.left, self.outcome.post_copy) = (None, None);
+        (self.left, self.follows, self.outcome.post_copy) = (None, false, None);
     }
 
     /// Sends what is missing, until none is; `cut` says that the link has been cut already.
     pub(crate) fn serve(&mut self, cut: bool) -> Result<(), Broken> {
         let wait = self.scenario.fault + self.scenario.link.latency * 2;
-        let most = self.scenario.tick.as_secs_f64() / 10.0;
+        let tick = self.scenario.tick.as_secs_f64() / 10.0;
         while self.memory.missing() >= 0.5 && self.now <= self.scenario.longest.as_secs_f64() {
             let due = self.until.is_some_and(|until| self.now >= until);
             if due || self.is_cut() && !cut {
                 return Err(Broken);
             }
+            let until = self.until.map_or(f64::INFINITY, |until| until - self.now);
+            if let Some(stalled) = self.stalled() {
+                self.wait_alone(stalled.min(until));
+                self.point();
+                continue;
+            }
             let factor = guest::factor(&self.scenario.guest.phases, self.now);
-            let step = self.memory.follow(self.link(), most, factor, wait.as_secs_f64());
+            // Many small steps, but not without bound.
+            let rate = self.capacity();
+            let most = tick.max(self.memory.missing() / rate / STEPS).min(until);
+            let step = self.memory.follow(rate, most, factor, wait.as_secs_f64());
             self.left = Some(step.speed);
             self.account(step.used);
             let sent = step.sent * self.scenario.link.page_bytes;
@@ -186,7 +206,7 @@ impl<'a> Source<'a> {
             }
             self.point();
         }
-        self.left = Some(1.0);
+        (self.left, self.follows) = (Some(1.0), self.memory.missing() >= 0.5);
         Ok(())
     }
 
@@ -197,11 +217,11 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Nothing is copied in the first round of a guest that leaves at once.
-    pub(crate) fn skip_round(&mut self) {
+    /// Nothing is copied in a round of a guest that leaves at once.
+    pub(crate) fn skip_round(&mut self, round: u32) {
         self.row = RoundRow { start: self.now, ..RoundRow::default() };
         self.memory.begin();
-        self.end_row(0);
+        self.end_row(round);
     }
 
     /// Pages that the link carries each second, if it carries any.
@@ -210,13 +230,19 @@ impl<'a> Source<'a> {
     }
 
     fn link(&self) -> f64 {
-        let stalled = self.scenario.incidents.iter().any(|incident| {
+        if self.stalled().is_some() { 0.0 } else { self.capacity() }
+    }
+
+    /// For how many seconds more nothing passes the link, though it stands.
+    fn stalled(&self) -> Option<f64> {
+        let left = self.scenario.incidents.iter().filter_map(|incident| {
             let (Moment::At(at), Trouble::Stall(time)) = (incident.moment, incident.trouble) else {
-                return false;
+                return None;
             };
-            (at.as_secs_f64()..(at + time).as_secs_f64()).contains(&self.now)
+            let stall = at.as_secs_f64()..(at + time).as_secs_f64();
+            stall.contains(&self.now).then_some(stall.end - self.now)
         });
-        if stalled { 0.0 } else { self.capacity() }
+        left.reduce(f64::max)
     }
 
     /// Pages on their way.
@@ -443,6 +469,12 @@ impl<'a> Source<'a> {
         self.outcome.rounds.push(*row);
     }
 
+    /// Whether what was left at the last look at the policy could be sent within the downtime
+    /// limit, as far as that is known.
+    pub(crate) fn fits_into_limit(&self) -> bool {
+        self.fits
+    }
+
     /// Whether the guest is slowed down.
     pub(crate) fn holds_back(&self) -> bool {
         self.plan.throttle > 0.0 || self.plan.dirty_rate_limit.is_some()
@@ -496,6 +528,7 @@ impl<'a> Source<'a> {
         if let Some(row) = self.outcome.rounds.last_mut() {
             row.expected = estimate.expected_downtime.map(|time| time.as_secs_f64());
         }
+        self.fits = estimate.expected_downtime.is_some_and(|expected| expected <= estimate.limit);
         self.outcome.limit = self.outcome.limit.max(estimate.limit.as_secs_f64());
         self.outcome.expected_downtime =
             estimate.expected_downtime.unwrap_or_default().as_secs_f64();

@@ -3,9 +3,10 @@
 
 use std::time::Duration;
 
-use godwit_policy::{Settings, ThrottleMode};
+use godwit_policy::{PostCopy, Settings, ThrottleMode};
 use godwit_sim::{
-    GuestSpec, NAMES, Outcome, Sample, Synchronisation, Vcpus, fit, forecast, named, plain, run,
+    Cut, GuestSpec, Incident, Moment, NAMES, Outcome, Sample, Scenario, Synchronisation, Trouble,
+    Vcpus, fit, forecast, named, plain, run,
 };
 use godwit_units::{ByteCount, PageCount, Rate};
 
@@ -176,4 +177,71 @@ fn a_guest_that_outruns_its_link_leaves_before_its_memory_and_waits_for_what_it_
     (idle.reconnect, idle.post_copy) = (scenario.reconnect, "after 1".parse().unwrap());
     let outcome = run(&idle);
     assert!(outcome.moved() && outcome.post_copy.is_none());
+}
+
+/// A guest of 1 GiB that writes 64 MiB of it over and over, which leaves at once over 32 MiB/s.
+fn left_at_once() -> Scenario {
+    let mut scenario = named("busy").unwrap();
+    scenario.guest = GuestSpec::idle(ByteCount(1 << 30), ByteCount(512 << 20))
+        .writing(ByteCount(64 << 20), 20_000.0);
+    scenario.link.bandwidth = Rate::from_bytes_per_second(32.0 * 1_048_576.0);
+    (scenario.reconnect, scenario.post_copy) = (Duration::from_secs(60), PostCopy::Now);
+    scenario
+}
+
+#[test]
+fn memory_that_follows_waits_while_the_link_stalls_and_so_does_who_needs_it() {
+    let scenario = left_at_once();
+    let free = run(&scenario).post_copy.unwrap();
+    let mut stalled = scenario;
+    let trouble = Trouble::Stall(Duration::from_secs(3));
+    stalled.incidents = vec![Incident { moment: Moment::At(Duration::from_secs(1)), trouble }];
+    let outcome = run(&stalled);
+    let late = outcome.post_copy.unwrap();
+    assert!(outcome.moved() && outcome.resumptions == 0, "{outcome:?}");
+    assert!((late.seconds - free.seconds - 3.0).abs() < 0.1, "{late:?} {free:?}");
+    // It comes as far as the first page that is not there.
+    assert!((late.lost_work - free.lost_work - 3.0).abs() < 0.1, "{late:?} {free:?}");
+    assert!((late.faults / free.faults - 1.0).abs() < 0.05, "{late:?} {free:?}");
+}
+
+#[test]
+fn what_follows_takes_no_longer_than_until_the_last_page_has_come() {
+    let mut scenario = left_at_once();
+    // What is said about it takes longer.
+    scenario.link.latency = Duration::from_secs(1);
+    let outcome = run(&scenario);
+    let followed = outcome.post_copy.unwrap();
+    let link = scenario.link.bandwidth.bytes_per_second() / scenario.link.page_bytes;
+    let expected = followed.missing / 4096.0 / link;
+    // Of what is said, only that the guest runs is waited for.
+    let said = followed.seconds - expected;
+    assert!((0.9..1.2).contains(&said), "{followed:?} {expected}");
+    assert!(outcome.points.len() < 3000, "{}", outcome.points.len());
+    // A link so slow that it takes an hour has no more of them.
+    let mut slow = left_at_once();
+    slow.link.bandwidth = Rate::from_bytes_per_second(131_072.0);
+    slow.longest = Duration::from_secs(100_000);
+    let outcome = run(&slow);
+    assert!(outcome.moved() && outcome.post_copy.unwrap().seconds > 2000.0, "{outcome:?}");
+    assert!(outcome.points.len() < 10_000, "{}", outcome.points.len());
+}
+
+#[test]
+fn a_guest_that_leaves_at_once_copies_nothing_behind_a_resumption_either() {
+    let mut scenario = left_at_once();
+    // Before it has left: the third message, or one about it.
+    let mut severed = 0;
+    for message in 1..8 {
+        let cut = Cut { at: None, message: Some(message), heals: Some(Duration::from_secs(2)) };
+        scenario.cut = Some(cut);
+        let outcome = run(&scenario);
+        assert!(outcome.fault().is_none(), "{message}: {outcome:?}");
+        if let (true, Some(followed)) = (outcome.moved(), outcome.post_copy) {
+            severed += outcome.resumptions;
+            let copied: f64 = outcome.rounds.iter().map(|round| round.sent).sum();
+            assert!(copied == 0.0 && followed.missing > 500e6, "{message}: {outcome:?}");
+        }
+    }
+    assert!(severed > 0);
 }

@@ -128,8 +128,8 @@ fn strike_patterns(ram: &File, random: &mut fastrand::Rng) -> anyhow::Result<usi
     Ok(found.len())
 }
 
-/// Whether a page is the same word all over, and that neither zero nor the entry of a page table: one
-/// that maps the page of zeros everywhere (which a process has that only reads) is the kernel's own.
+/// Whether a page is the same word all over, and that neither zero nor the entry of a page table:
+/// one that maps the page of zeros everywhere, as where a process only reads, is the kernel's own.
 fn is_a_pattern(page: &[u8; PAGE], pages: u64) -> bool {
     let (words, _) = page.as_chunks::<8>();
     let word = u64::from_le_bytes(words[0]);

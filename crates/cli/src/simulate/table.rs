@@ -101,9 +101,10 @@ pub(super) fn rounds(outcome: &Outcome, width: usize) -> String {
         time(outcome.under_50),
     );
     let followed = outcome.post_copy.map_or_else(String::new, |followed| {
+        let follows = if outcome.moved() { "followed within" } else { "had not followed after" };
         format!(
-            "; the guest left before {} of memory, which followed within {}: it waited for {:.0} \
-             pages, {} of its work",
+            "; the guest left before {} of memory, which {follows} {}: it waited for {:.0} pages, \
+             {} of its work",
             bytes(followed.missing),
             time(followed.seconds),
             followed.faults,
@@ -175,6 +176,11 @@ mod tests {
             for width in [40, 80, 120] {
                 let text = rounds(&outcome, width);
                 assert!(widest(&text) <= width, "{text}");
+                let unfinished = Outcome { end: End::Endless, ..outcome.clone() };
+                let [text, other] = [text, rounds(&unfinished, width)]
+                    .map(|text| text.split_whitespace().collect::<Vec<_>>().join(" "));
+                assert!(text.contains("which followed within"), "{text}");
+                assert!(other.contains("which had not followed after"), "{other}");
                 let extreme = Outcome {
                     total: 1e9,
                     downtime: 1e9,

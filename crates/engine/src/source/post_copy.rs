@@ -71,8 +71,7 @@ impl Source<'_> {
         // An operator who asks for it wants it now.
         let asked = self.handle.wants_post_copy();
         let wanted = if asked { PostCopy::Now } else { self.options.post_copy };
-        let wanted = wanted.leaves(round, decision);
-        self.leaves = self.may_leave && wanted && !fits;
+        self.leaves = self.may_leave && wanted.leaves(round, decision, fits);
         self.leaves
     }
 
