@@ -1,6 +1,7 @@
 //! What the operator of the host allows: a file, and options that take the place of what is in it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -15,6 +16,7 @@ use godwit_units::ByteCount;
 use serde::Deserialize;
 
 use crate::Arguments;
+use crate::handed::Handed;
 
 const USUAL: &str = "/etc/godwit/godwitd.toml";
 /// A destination that nobody comes to ends after this time.
@@ -77,11 +79,11 @@ pub(crate) struct Config {
 
 impl Config {
     /// Reads the file that `arguments` names, or the usual one, and puts them in the place of what
-    /// is in it.
+    /// is in it, and what was `handed` over where nothing is said.
     ///
     /// # Errors
     /// What is wrong, and where.
-    pub(crate) fn read(arguments: &Arguments) -> anyhow::Result<Self> {
+    pub(crate) fn read(arguments: &Arguments, handed: &Handed) -> anyhow::Result<Self> {
         let usual = || Some(PathBuf::from(USUAL)).filter(|path| path.exists());
         let path = arguments.config.clone().or_else(usual);
         let place = path.as_deref().unwrap_or(Path::new(USUAL)).display().to_string();
@@ -92,10 +94,16 @@ impl Config {
                 parse(&text.with_context(|| place.clone())?).with_context(|| place.clone())?
             }
         };
-        Self::of(file, arguments, place)
+        let handed = [handed.hosts_at()?, handed.operator_at()?];
+        Self::of(file, arguments, place, handed)
     }
 
-    fn of(file: File, arguments: &Arguments, place: String) -> anyhow::Result<Self> {
+    fn of(
+        file: File,
+        arguments: &Arguments,
+        place: String,
+        [hosts, operator]: [Option<Address>; 2],
+    ) -> anyhow::Result<Self> {
         let keys = arguments.keys.clone().or(file.keys);
         let keys = keys.map(std::path::absolute).transpose().context("keys")?;
         let wish = SecurityWish {
@@ -105,8 +113,14 @@ impl Config {
             insecure: false,
         };
         let listen = arguments.listen.clone().or(file.listen);
+        let listen = either(listen, hosts.map(|hosts| hosts.to_string()), "listen")?;
         let listen = listen.map(|text| listening(&text, &wish)).transpose()?;
-        let socket = arguments.socket.clone().or(file.socket);
+        let operator = match operator {
+            Some(Address::Unix(path)) => Some(path),
+            Some(other) => bail!("{other}: the operator asks at a unix socket"),
+            None => None,
+        };
+        let socket = either(arguments.socket.clone().or(file.socket), operator, "socket")?;
         let state = arguments.state_dir.clone().or(file.state_dir).or_else(usual_state);
         let state = state.context("there is no home: name a --state-dir")?;
         let reserve = file.reserve.map(|text| text.parse::<ByteCount>()).transpose();
@@ -194,6 +208,23 @@ fn listening(text: &str, wish: &SecurityWish) -> anyhow::Result<(Address, Securi
     Ok((address, security))
 }
 
+/// What was said, or handed over; both may be only where they are the same.
+fn either<T: PartialEq + fmt::Debug>(
+    said: Option<T>,
+    handed: Option<T>,
+    key: &str,
+) -> anyhow::Result<Option<T>> {
+    if let (Some(said), Some(handed)) = (&said, &handed)
+        && said != handed
+    {
+        bail!(
+            "{key} = {said:?} and a socket handed over at {handed:?}: leave out {key}, or the \
+             socket unit"
+        );
+    }
+    Ok(handed.or(said))
+}
+
 fn usual_state() -> Option<PathBuf> {
     let records = Store::own(rustix::process::geteuid().is_root())?;
     Some(records.directory().with_file_name("destinations"))
@@ -236,7 +267,26 @@ mod tests {
     fn config(text: &str, options: &[&str]) -> anyhow::Result<Config> {
         let words = ["godwitd", "--state-dir", "/tmp/x"];
         let arguments = Arguments::try_parse_from([&words[..], options].concat()).unwrap();
-        Config::of(parse(text)?, &arguments, "FILE".to_owned())
+        Config::of(parse(text)?, &arguments, "FILE".to_owned(), [None, None])
+    }
+
+    #[test]
+    fn what_was_handed_over_is_where_it_listens_unless_something_else_is_said() {
+        let of = |text: &str| {
+            let arguments =
+                Arguments::try_parse_from(["godwitd", "--state-dir", "/tmp/x"]).unwrap();
+            let handed = ["127.0.0.1:7", "unix:/run/x"].map(|text| Some(text.parse().unwrap()));
+            Config::of(parse(text)?, &arguments, "FILE".to_owned(), handed)
+        };
+        for text in ["", "listen = \"127.0.0.1:7\"\nsocket = \"/run/x\""] {
+            let config = of(text).unwrap();
+            assert_eq!(config.listen.unwrap().0.to_string(), "127.0.0.1:7");
+            assert_eq!(config.socket, Path::new("/run/x"));
+        }
+        for text in ["listen = \"127.0.0.1:8\"", "socket = \"/run/y\""] {
+            let told = of(text).unwrap_err().to_string();
+            assert!(told.contains("and a socket handed over at"), "{told}");
+        }
     }
 
     fn refused(text: &str, options: &[&str]) -> String {

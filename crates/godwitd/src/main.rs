@@ -8,6 +8,7 @@
 //!   room           what the host has left for guests
 //!   program        `godwit`, run for an answer
 //!   metrics        what Prometheus collects
+//!   handed         sockets that systemd hands over
 //!   notify         what systemd hears
 //! ```
 //!
@@ -25,6 +26,7 @@ extern crate godwit_terminal;
 
 mod config;
 mod destinations;
+mod handed;
 mod metrics;
 mod notify;
 mod program;
@@ -42,6 +44,7 @@ use godwit_terminal::{process, say};
 
 use config::Config;
 use destinations::Destinations;
+use handed::Handed;
 use program::Program;
 use server::Server;
 
@@ -124,11 +127,12 @@ fn about_itself(arguments: &Arguments) -> Option<ExitCode> {
 }
 
 fn serve(arguments: &Arguments) -> anyhow::Result<()> {
-    let config = Config::read(arguments)?;
+    let handed = Handed::take()?;
+    let config = Config::read(arguments, &handed)?;
     let cancel = process::cancel_on_signals();
     let program = Program::find()?;
     let destinations = Arc::new(Destinations::open(&config, &program)?);
-    let server = Server::start(config, Arc::clone(&destinations), program, cancel.clone())?;
+    let server = Server::start(config, handed, Arc::clone(&destinations), program, cancel.clone())?;
     notify::tell("READY=1");
     while !cancel.is_cancelled() {
         destinations.bury();

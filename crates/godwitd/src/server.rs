@@ -22,6 +22,7 @@ use godwit_terminal::say;
 
 use crate::config::Config;
 use crate::destinations::{Asker, Destinations};
+use crate::handed::Handed;
 use crate::metrics::{self, Counts};
 use crate::program::Program;
 
@@ -88,12 +89,14 @@ impl Drop for Place<'_> {
 }
 
 impl Server {
-    /// Listens where `config` says, and tells where that is.
+    /// Listens where `config` says, at the sockets that were `handed` over where there are any, and
+    /// tells where that is.
     ///
     /// # Errors
     /// When an address cannot be listened on.
     pub(crate) fn start(
         config: Config,
+        handed: Handed,
         destinations: Arc<Destinations>,
         program: Program,
         cancel: Cancel,
@@ -104,11 +107,13 @@ impl Server {
             run_directory::make(&directory, own).map_err(anyhow::Error::msg)?;
         }
         let local = Address::Unix(config.socket.clone());
-        let listener = Listener::bind(&local).with_context(|| local.to_string())?;
+        let listener = handed.operator.map_or_else(|| Listener::bind(&local), Ok);
+        let listener = listener.with_context(|| local.to_string())?;
         let remote = match &config.listen {
             None => None,
             Some((address, security)) => {
-                let bound = Listener::bind(address).with_context(|| format!("listen {address}"))?;
+                let bound = handed.hosts.map_or_else(|| Listener::bind(address), Ok);
+                let bound = bound.with_context(|| format!("listen {address}"))?;
                 let address = bound.address().with_context(|| address.to_string())?;
                 let how = match security {
                     Security::Tls(_) => "",

@@ -4,7 +4,8 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream, UdpSocket};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -142,26 +143,48 @@ impl Drop for Daemon {
     }
 }
 
+/// `command` with `socket` handed over as a service manager does (sd_listen_fds(3)).
+fn handing_over(command: &Command, socket: impl Into<OwnedFd>) -> Command {
+    let mut shell = Command::new("/bin/sh");
+    let script = "exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\"";
+    shell.args(["-c", script, "sh"]).arg(command.get_program()).args(command.get_args());
+    shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    shell.stdin(Stdio::from(socket.into()));
+    shell
+}
+
 impl Daemon {
     fn start(world: &World, host: &str, listen: &str) -> anyhow::Result<Self> {
+        Self::spawn(world, host, |mut command| {
+            command.args(["--listen", listen]).stdin(Stdio::null());
+            command
+        })
+    }
+
+    /// Starts one of `host` by what `change` makes of the command.
+    fn spawn(
+        world: &World,
+        host: &str,
+        change: impl FnOnce(Command) -> Command,
+    ) -> anyhow::Result<Self> {
         let host = HOSTS.into_iter().find(|known| *known == host).context("no such host")?;
         let path = |name: &str| PathBuf::from(world.path(&format!("{host}.{name}")));
         let (socket, state, errors) = (path("socket"), path("state"), path("stderr"));
         let program = world.godwit.program().with_file_name("godwitd");
         ensure!(program.is_file(), "no godwitd: `cargo build --package godwitd`");
-        let child = Command::new(program)
-            .args(["--listen", listen, "--metrics", "127.0.0.1:0"])
+        let mut command = Command::new(program);
+        command
+            .args(["--metrics", "127.0.0.1:0"])
             .arg("--config")
             .arg(path("toml"))
             .arg("--socket")
             .arg(&socket)
             .arg("--state-dir")
             .arg(&state)
-            .env("XDG_STATE_HOME", path("records"))
-            .stdin(Stdio::null())
-            .stderr(File::create(&errors)?)
-            .spawn()
-            .context("cannot start godwitd")?;
+            .env("XDG_STATE_HOME", path("records"));
+        let mut command = change(command);
+        let child = command.stderr(File::create(&errors)?).spawn();
+        let child = child.context("cannot start godwitd")?;
         let url = String::new();
         let mut daemon = Self { child, host, url, socket, state, errors, metrics: None };
         daemon.url = format!("godwitd://{}", daemon.told("hosts ask at godwitd://")?);
@@ -536,4 +559,56 @@ fn a_destination_that_waits_ends_with_its_asker_its_daemon_or_the_next_of_its_na
     ensure!(TcpStream::connect(address).is_err(), "somebody listens at {address}");
     ensure!(third.wait()?.code() == Some(1), "who asked does not know");
     check_untouched(&mut guest.vm)
+}
+
+#[test]
+fn who_asks_while_godwitd_is_started_again_waits_where_its_socket_is_handed_over()
+-> anyhow::Result<()> {
+    let world = World::new()?;
+    let keys = world.keys(EAST);
+    std::fs::write(world.path(&format!("{EAST}.toml")), format!("keys = \"{keys}\"\n"))?;
+    let socket = TcpListener::bind((EAST, 0))?;
+    let url = format!("godwitd://{}", socket.local_addr()?);
+    let start = || {
+        let own = socket.try_clone()?;
+        Daemon::spawn(&world, EAST, |command| handing_over(&command, own))
+    };
+    let first = start()?;
+    ensure!(first.url == url, "{} and not {url}", first.url);
+    ensure!(world.ask(&["room", &url])?.status.success());
+    drop(first);
+    std::thread::scope(|scope| -> anyhow::Result<()> {
+        let asking = scope.spawn(|| world.ask(&["room", &url]));
+        // Refused, it would have ended.
+        std::thread::sleep(Duration::from_millis(500));
+        ensure!(!asking.is_finished(), "it was told no");
+        let _second = start()?;
+        let output = asking.join().map_err(|_| anyhow::anyhow!("panicked"))??;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Ok(())
+    })
+}
+
+#[test]
+fn a_socket_that_is_handed_over_and_is_of_no_use_is_told_in_one_line() -> anyhow::Result<()> {
+    let world = World::new()?;
+    std::fs::write(world.path("x.toml"), "listen = \"127.0.0.1:7790\"\n")?;
+    let listening = TcpListener::bind((WEST, 0))?;
+    let connected = TcpStream::connect(listening.local_addr()?)?;
+    let sockets: [(OwnedFd, &str); 4] = [
+        (listening.into(), "leave out listen, or the socket unit"),
+        (connected.into(), "write Accept=no into its unit"),
+        (UdpSocket::bind((WEST, 0))?.into(), "it must be a stream socket of TCP or unix"),
+        (File::open("/dev/null")?.into(), "it must be a stream socket of TCP or unix"),
+    ];
+    for (socket, words) in sockets {
+        let mut command = Command::new(world.godwit.program().with_file_name("godwitd"));
+        command.args(["--config", &world.path("x.toml"), "--state-dir", &world.path("x.state")]);
+        command.args(["--socket", &world.path("x.socket")]);
+        let output = handing_over(&command, socket).output()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.code() == Some(1) && said.lines().count() == 1, "{said}");
+        ensure!(said.contains(words), "{words}: {said}");
+    }
+    Ok(())
 }

@@ -12,6 +12,7 @@ use godwit_testbed::{Godwit, Room, skip};
 const BELOW: [&str; 2] = ["libc6", "libgcc-s1"];
 const UNIT: &str = "/usr/lib/systemd/system/godwit-receive@.service";
 const DAEMON: &str = "/usr/lib/systemd/system/godwitd.service";
+const DAEMON_SOCKET: &str = "/usr/lib/systemd/system/godwitd.socket";
 
 fn run(command: &mut Command) -> anyhow::Result<Output> {
     command.output().with_context(|| format!("cannot run {command:?}"))
@@ -106,6 +107,15 @@ fn check_unit(test: &str, root: &Path) -> anyhow::Result<()> {
         .arg(&unit))?;
     let said = String::from_utf8_lossy(&verified.stderr);
     ensure!(verified.status.success() && !said.contains("daemon-test"), "{said}");
+    // With the socket that may be handed over to it.
+    let socket = root.join("usr/lib/systemd/system/daemon-test.socket");
+    std::fs::copy(root.join(&DAEMON_SOCKET[1..]), &socket)?;
+    let verified = run(Command::new("systemd-analyze")
+        .args(["verify", "--man=no", "--recursive-errors=no"])
+        .arg(&socket))?;
+    let said = String::from_utf8_lossy(&verified.stderr);
+    ensure!(verified.status.success() && !said.contains("daemon-test"), "{said}");
+    std::fs::remove_file(&socket)?;
     Ok(std::fs::remove_file(&unit)?)
 }
 

@@ -133,7 +133,7 @@ fn strike_patterns(ram: &File, random: &mut fastrand::Rng) -> anyhow::Result<usi
 fn is_a_pattern(page: &[u8; PAGE], pages: u64) -> bool {
     let (words, _) = page.as_chunks::<8>();
     let word = u64::from_le_bytes(words[0]);
-    let frame = word >> 12 & (1 << 40) - 1;
+    let frame = (word >> 12) & ((1 << 40) - 1);
     let maps = word & PRESENT != 0 && frame < pages;
     word != 0 && !maps && words.iter().all(|word| *word == words[0])
 }

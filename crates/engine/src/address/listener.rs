@@ -1,6 +1,7 @@
 //! A listening socket.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -83,6 +84,30 @@ impl Listener {
         Ok(socket)
     }
 
+    /// Takes over a socket that listens already, as a service manager hands one to whom it starts
+    /// (sd_listen_fds(3)). The file of a unix socket stays when this is dropped: it belongs to who
+    /// made it.
+    ///
+    /// ```
+    /// use godwit_engine::address::Listener;
+    ///
+    /// let socket = std::net::TcpListener::bind("127.0.0.1:0")?;
+    /// let at = socket.local_addr()?.to_string();
+    /// assert_eq!(Listener::inherited(socket)?.address()?.to_string(), at);
+    /// # Ok::<(), std::io::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When it is no listening stream socket.
+    pub fn inherited(socket: impl Into<OwnedFd>) -> io::Result<Self> {
+        let socket = Socket::from(socket.into());
+        if socket.r#type()? != Type::STREAM || !socket.is_listener()? {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "nobody listens at it"));
+        }
+        socket.set_nonblocking(true)?;
+        Ok(Self(Arc::new(Listening { socket, path: None })))
+    }
+
     /// Where it listens, with the port that port 0 became.
     ///
     /// # Errors
@@ -95,7 +120,10 @@ impl Listener {
         match (address.as_vsock_address(), address.as_socket()) {
             (Some((cid, port)), _) => Ok(Address::Vsock(cid, port)),
             (None, Some(address)) => Ok(Address::Tcp(address.to_string())),
-            (None, None) => Err(io::ErrorKind::Unsupported.into()),
+            (None, None) => {
+                let path = address.as_pathname().ok_or(io::ErrorKind::Unsupported)?;
+                Ok(Address::Unix(path.to_path_buf()))
+            }
         }
     }
 
