@@ -142,8 +142,8 @@ mod tests {
         let spec = GuestSpec::idle(ByteCount(1024 * MIB), ByteCount(512 * MIB))
             .writing(ByteCount(256 * MIB), 10_000.0);
         let mut memory = left(&spec);
-        // At first every write is one: 10,000 a second of 1 ms each, and 0.1 ms on the link, leave a
-        // twelfth.
+        // At first every write is one: 10,000 a second of 1 ms each, and 0.1 ms on the link, leave
+        // a twelfth.
         assert!((memory.misses(1.0) - 10_000.0).abs() < 1.0, "{}", memory.misses(1.0));
         let first = memory.follow(10_000.0, 0.1, 1.0, 1e-3);
         assert!((first.speed - 1.0 / 12.0).abs() < 1e-3, "{first:?}");

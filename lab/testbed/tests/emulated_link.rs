@@ -39,8 +39,8 @@ fn round_trips(heard: &Heard) -> Option<Vec<f64>> {
     (under_way < 20).then_some(times)
 }
 
-/// What some `rule` says of round trips over `link`, in one of some tries: a machine that is held up
-/// makes them longer.
+/// What some `rule` says of round trips over `link`, in one of some tries: a machine that is held
+/// up makes them longer.
 fn in_one_try(link: &EmulatedLink, count: usize, rule: impl Fn(&[f64]) -> bool) {
     let mut seen = Vec::new();
     for _ in 0..10 {
