@@ -1,7 +1,6 @@
 //! What the operator of the host allows: a file, and options that take the place of what is in it.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -113,14 +112,16 @@ impl Config {
             insecure: false,
         };
         let listen = arguments.listen.clone().or(file.listen);
-        let listen = either(listen, hosts.map(|hosts| hosts.to_string()), "listen")?;
-        let listen = listen.map(|text| listening(&text, &wish)).transpose()?;
+        let listen = listen.map(|text| tcp(&text)).transpose()?;
+        let listen = either(listen, hosts, "listen", Address::to_string)?;
+        let listen = listen.map(|address| secured(address, &wish)).transpose()?;
         let operator = match operator {
             Some(Address::Unix(path)) => Some(path),
             Some(other) => bail!("{other}: the operator asks at a unix socket"),
             None => None,
         };
-        let socket = either(arguments.socket.clone().or(file.socket), operator, "socket")?;
+        let socket = arguments.socket.clone().or(file.socket);
+        let socket = either(socket, operator, "socket", |path| path.display().to_string())?;
         let state = arguments.state_dir.clone().or(file.state_dir).or_else(usual_state);
         let state = state.context("there is no home: name a --state-dir")?;
         let reserve = file.reserve.map(|text| text.parse::<ByteCount>()).transpose();
@@ -197,29 +198,34 @@ impl Config {
     }
 }
 
-/// The address at which other hosts are heard, and how.
-fn listening(text: &str, wish: &SecurityWish) -> anyhow::Result<(Address, Security)> {
-    let wrong = || format!("listen {text}");
-    let address = match text.parse().with_context(wrong)? {
-        address @ Address::Tcp(_) => address,
+/// The address at which other hosts are heard.
+fn tcp(text: &str) -> anyhow::Result<Address> {
+    match text.parse().with_context(|| format!("listen {text}"))? {
+        address @ Address::Tcp(_) => Ok(address),
         _ => bail!("listen {text}: hosts ask over TCP, write HOST:PORT"),
-    };
-    let security = wish.destination(&address).with_context(wrong)?;
+    }
+}
+
+/// How connections are made at `address`.
+fn secured(address: Address, wish: &SecurityWish) -> anyhow::Result<(Address, Security)> {
+    let security = wish.destination(&address).with_context(|| format!("listen {address}"))?;
     Ok((address, security))
 }
 
 /// What was said, or handed over; both may be only where they are the same.
-fn either<T: PartialEq + fmt::Debug>(
+fn either<T: PartialEq>(
     said: Option<T>,
     handed: Option<T>,
     key: &str,
+    text: impl Fn(&T) -> String,
 ) -> anyhow::Result<Option<T>> {
     if let (Some(said), Some(handed)) = (&said, &handed)
         && said != handed
     {
         bail!(
-            "{key} = {said:?} and a socket handed over at {handed:?}: leave out {key}, or the \
-             socket unit"
+            "{key} = \"{}\" and a socket handed over at {}: leave out {key}, or the socket unit",
+            text(said),
+            text(handed)
         );
     }
     Ok(handed.or(said))

@@ -237,8 +237,8 @@ impl Destinations {
         let errors = options.open(self.file(id, "stderr")).map_err(failed)?;
         let mut command = Command::new(&self.godwit);
         command.args(words).stdin(Stdio::null()).stdout(file).stderr(errors).process_group(0);
-        // What is systemd's to hear from us.
-        command.env_remove("NOTIFY_SOCKET");
+        // What is systemd's to hear from us, and has said to us.
+        command.env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDNAMES");
         let child = command.spawn();
         let child = child.map_err(|error| format!("godwit receive does not start: {error}"))?;
         let pid = i32::try_from(child.id()).map_err(|error| error.to_string())?;

@@ -1,6 +1,6 @@
 //! Sockets that a service manager hands over (sd_listen_fds(3)).
 //!
-//! They outlive a godwitd that is started again: who asks meanwhile waits, and is not refused.
+//! They outlive a godwitd that is started again: who connects meanwhile waits, and is not refused.
 
 use anyhow::{Context, bail};
 use godwit_engine::address::{Address, Listener};

@@ -60,7 +60,8 @@ pub(crate) struct Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // The file of the operator's socket goes with the thread that listens there.
+        // The file of the operator's socket goes with the thread that listens there, unless it was
+        // handed over.
         self.listening.drain(..).for_each(|thread| drop(thread.join()));
         // Who follows a destination hears of its end.
         let until = Instant::now() + FAREWELL;
@@ -196,6 +197,15 @@ impl Host {
                 eprintln!("godwitd: refused a connection: {}", say::line(error));
                 return;
             }
+        }
+        // Whatever the mode of its file: one that was handed over may be open to all.
+        let own = rustix::process::geteuid().as_raw();
+        if security.is_none() && stream.user().is_none_or(|user| user != own && user != 0) {
+            self.counts.refused();
+            let error = "the operator's socket is for root and the user of godwitd".to_owned();
+            eprintln!("godwitd: {peer}: {error}");
+            let _ = tell(&mut stream, &Answer::Refused { error });
+            return part(&mut stream);
         }
         let certificate = stream.shown().map(|shown| godwit_tls::fingerprint(&shown));
         let who = Asker { name: peer, certificate };

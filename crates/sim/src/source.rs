@@ -17,7 +17,8 @@ const NOTICE: f64 = 1.0;
 /// Looks within a round, at the most.
 const LOOKS: f64 = 100.0;
 
-/// Steps in which memory follows, about.
+/// A step takes at least this part of what is still missing: some thousands of steps in all, where
+/// the link stays as it is.
 const STEPS: f64 = 1000.0;
 
 /// How often the conversation changes its direction while the guest is stopped, and a little for
@@ -187,15 +188,17 @@ impl<'a> Source<'a> {
                 return Err(Broken);
             }
             let until = self.until.map_or(f64::INFINITY, |until| until - self.now);
-            if let Some(stalled) = self.stalled() {
+            let rate = self.capacity();
+            let stalled = self.stalled().or((rate <= 0.0).then_some(tick));
+            if let Some(stalled) = stalled {
                 self.wait_alone(stalled.min(until));
                 self.point();
                 continue;
             }
             let factor = guest::factor(&self.scenario.guest.phases, self.now);
-            // Many small steps, but not without bound.
-            let rate = self.capacity();
-            let most = tick.max(self.memory.missing() / rate / STEPS).min(until);
+            // Many small steps, but not without bound, and none beyond what changes the link.
+            let most = tick.max(self.memory.missing() / rate / STEPS);
+            let most = most.min(until).min(self.unchanged());
             let step = self.memory.follow(rate, most, factor, wait.as_secs_f64());
             self.left = Some(step.speed);
             self.account(step.used);
@@ -231,6 +234,19 @@ impl<'a> Source<'a> {
 
     fn link(&self) -> f64 {
         if self.stalled().is_some() { 0.0 } else { self.capacity() }
+    }
+
+    /// For how many seconds the link stays as it is, but for what happens to its ends.
+    fn unchanged(&self) -> f64 {
+        let stalls = self.scenario.incidents.iter().filter_map(|incident| {
+            match (incident.moment, incident.trouble) {
+                (Moment::At(at), Trouble::Stall(_)) => Some(at.as_secs_f64()),
+                _ => None,
+            }
+        });
+        let cut = self.scenario.cut.and_then(|cut| cut.at).map(|at| at.as_secs_f64());
+        let next = stalls.chain(cut).filter(|at| *at > self.now).fold(f64::INFINITY, f64::min);
+        (next - self.now).min(link::steady(&self.scenario.link, self.now)).max(1e-6)
     }
 
     /// For how many seconds more nothing passes the link, though it stands.

@@ -218,13 +218,18 @@ fn what_follows_takes_no_longer_than_until_the_last_page_has_come() {
     let said = followed.seconds - expected;
     assert!((0.9..1.2).contains(&said), "{followed:?} {expected}");
     assert!(outcome.points.len() < 3000, "{}", outcome.points.len());
-    // A link so slow that it takes an hour has no more of them.
+    // One so slow that it takes more than an hour has some thousands, of seconds each, and yet
+    // stands still for as long as it is told.
     let mut slow = left_at_once();
     slow.link.bandwidth = Rate::from_bytes_per_second(131_072.0);
     slow.longest = Duration::from_secs(100_000);
     let outcome = run(&slow);
     assert!(outcome.moved() && outcome.post_copy.unwrap().seconds > 2000.0, "{outcome:?}");
     assert!(outcome.points.len() < 10_000, "{}", outcome.points.len());
+    let trouble = Trouble::Stall(Duration::from_secs(3));
+    slow.incidents = vec![Incident { moment: Moment::At(Duration::from_secs(1001)), trouble }];
+    let late = run(&slow).post_copy.unwrap().seconds - outcome.post_copy.unwrap().seconds;
+    assert!((late - 3.0).abs() < 0.01, "{late}");
 }
 
 #[test]

@@ -44,7 +44,10 @@ fn round_trips(heard: &Heard) -> Option<Vec<f64>> {
 fn in_one_try(link: &EmulatedLink, count: usize, rule: impl Fn(&[f64]) -> bool) {
     let mut seen = Vec::new();
     for _ in 0..10 {
-        let Some(times) = round_trips(&heard(link, count)) else { continue };
+        let Some(times) = round_trips(&heard(link, count)) else {
+            println!("many are lost, or under way for long");
+            continue;
+        };
         let [low, middle, high] = [5, 50, 95].map(|percent| times[times.len() * percent / 100]);
         println!("round trips: {low:.2}, {middle:.2}, {high:.2} ms (5, 50 and 95 of a hundred)");
         if rule(&times) {

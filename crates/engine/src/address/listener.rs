@@ -105,6 +105,8 @@ impl Listener {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "nobody listens at it"));
         }
         socket.set_nonblocking(true)?;
+        // They are handed over without it.
+        socket.set_cloexec(true)?;
         Ok(Self(Arc::new(Listening { socket, path: None })))
     }
 

@@ -143,6 +143,15 @@ impl Stream {
         }
     }
 
+    /// The user of the process at the other end of a unix socket (`SO_PEERCRED`, unix(7)); `None`
+    /// over a network.
+    #[must_use]
+    pub fn user(&self) -> Option<u32> {
+        let is_unix = self.socket.domain().is_ok_and(|domain| domain == Domain::UNIX);
+        let peer = is_unix.then(|| sockopt::socket_peercred(&self.socket).ok()).flatten();
+        peer.map(|peer| peer.uid.as_raw())
+    }
+
     /// Whether it stays within this host.
     pub(crate) fn is_local(&self) -> bool {
         match self.socket.peer_addr() {

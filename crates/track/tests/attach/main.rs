@@ -372,8 +372,8 @@ fn a_frozen_process_is_not_waited_for_and_is_let_go() {
         let took = began.elapsed();
         println!("{}: {error} after {took:?}", freezer.name());
         assert!(matches!(error, TrackError::Stuck { .. }), "{error}");
-        // It gives up after seconds; a host that is held up may take longer.
-        assert!(took < LIMIT, "{took:?}");
+        // It gives up after five seconds at most; a host that is held up may take some more.
+        assert!(took < Duration::from_secs(30), "{took:?}");
         assert_eq!(target.status("TracerPid:"), "0");
         freezer.thaw();
         target.ask();
