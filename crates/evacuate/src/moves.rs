@@ -431,6 +431,15 @@ impl Hands for Moves {
 mod tests {
     use super::*;
 
+    /// Waits while a lock that was let go of is still held: the child that another test starts has
+    /// this process's locks until it runs its program.
+    fn await_lock(mut is_held: impl FnMut() -> bool) {
+        let until = Instant::now() + Duration::from_secs(10);
+        while is_held() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     #[test]
     fn a_move_that_was_found_not_to_have_begun_does_not_begin() {
         let directory = std::env::temp_dir().join(format!("godwit-burnt-{}", std::process::id()));
@@ -442,14 +451,7 @@ mod tests {
         let rate = Rate::from_bytes_per_second(1e6);
         let why = stopped.begin(&plan, &attempt, rate).unwrap_err();
         assert!(why.contains("another coordinator has gone on"), "{why}");
-        // The child that another test starts has this process's locks until it runs its program.
-        let await_lock = |mut is_held: Box<dyn FnMut() -> bool + '_>| {
-            let until = Instant::now() + Duration::from_secs(10);
-            while is_held() && Instant::now() < until {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        };
-        await_lock(Box::new(|| next.look(&plan, &attempt) == Look::Moving));
+        await_lock(|| next.look(&plan, &attempt) == Look::Moving);
         assert_eq!(next.look(&plan, &attempt), Look::Failed("it never began".to_owned()));
         // The other way round it is found, though it has said nothing yet.
         let second = Attempt { number: 2, ..attempt };
@@ -457,7 +459,7 @@ mod tests {
         assert_eq!(next.look(&plan, &second), Look::Moving);
         assert!(next.clear().unwrap_err().contains("its process lives"));
         drop(held);
-        await_lock(Box::new(|| next.clear().is_err_and(|why| why.contains("its process lives"))));
+        await_lock(|| next.clear().is_err_and(|why| why.contains("its process lives")));
         next.clear().unwrap();
         assert_eq!(std::fs::read_dir(&directory).unwrap().count(), 0);
         std::fs::remove_dir_all(directory).unwrap();

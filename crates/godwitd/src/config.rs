@@ -15,7 +15,7 @@ use godwit_units::ByteCount;
 use serde::Deserialize;
 
 use crate::Arguments;
-use crate::handed::Handed;
+use crate::handed::{Handed, Places};
 
 const USUAL: &str = "/etc/godwit/godwitd.toml";
 /// A destination that nobody comes to ends after this time.
@@ -93,15 +93,14 @@ impl Config {
                 parse(&text.with_context(|| place.clone())?).with_context(|| place.clone())?
             }
         };
-        let handed = [handed.hosts_at()?, handed.operator_at()?];
-        Self::of(file, arguments, place, handed)
+        Self::of(file, arguments, place, handed.places()?)
     }
 
     fn of(
         file: File,
         arguments: &Arguments,
         place: String,
-        [hosts, operator]: [Option<Address>; 2],
+        handed: Places,
     ) -> anyhow::Result<Self> {
         let keys = arguments.keys.clone().or(file.keys);
         let keys = keys.map(std::path::absolute).transpose().context("keys")?;
@@ -113,15 +112,10 @@ impl Config {
         };
         let listen = arguments.listen.clone().or(file.listen);
         let listen = listen.map(|text| tcp(&text)).transpose()?;
-        let listen = either(listen, hosts, "listen", Address::to_string)?;
+        let listen = either(listen, handed.hosts, "listen", Address::to_string)?;
         let listen = listen.map(|address| secured(address, &wish)).transpose()?;
-        let operator = match operator {
-            Some(Address::Unix(path)) => Some(path),
-            Some(other) => bail!("{other}: the operator asks at a unix socket"),
-            None => None,
-        };
         let socket = arguments.socket.clone().or(file.socket);
-        let socket = either(socket, operator, "socket", |path| path.display().to_string())?;
+        let socket = either(socket, handed.operator, "socket", |path| path.display().to_string())?;
         let state = arguments.state_dir.clone().or(file.state_dir).or_else(usual_state);
         let state = state.context("there is no home: name a --state-dir")?;
         let reserve = file.reserve.map(|text| text.parse::<ByteCount>()).transpose();
@@ -273,7 +267,7 @@ mod tests {
     fn config(text: &str, options: &[&str]) -> anyhow::Result<Config> {
         let words = ["godwitd", "--state-dir", "/tmp/x"];
         let arguments = Arguments::try_parse_from([&words[..], options].concat()).unwrap();
-        Config::of(parse(text)?, &arguments, "FILE".to_owned(), [None, None])
+        Config::of(parse(text)?, &arguments, "FILE".to_owned(), Places::default())
     }
 
     #[test]
@@ -281,7 +275,10 @@ mod tests {
         let of = |text: &str| {
             let arguments =
                 Arguments::try_parse_from(["godwitd", "--state-dir", "/tmp/x"]).unwrap();
-            let handed = ["127.0.0.1:7", "unix:/run/x"].map(|text| Some(text.parse().unwrap()));
+            let handed = Places {
+                hosts: Some("127.0.0.1:7".parse().unwrap()),
+                operator: Some(PathBuf::from("/run/x")),
+            };
             Config::of(parse(text)?, &arguments, "FILE".to_owned(), handed)
         };
         for text in ["", "listen = \"127.0.0.1:7\"\nsocket = \"/run/x\""] {

@@ -2,7 +2,9 @@
 //!
 //! They outlive a godwitd that is started again: who connects meanwhile waits, and is not refused.
 
-use anyhow::{Context, bail};
+use std::path::PathBuf;
+
+use anyhow::{Context, anyhow, bail};
 use godwit_engine::address::{Address, Listener};
 use listenfd::ListenFd;
 
@@ -42,23 +44,28 @@ impl Handed {
         Ok(handed)
     }
 
-    /// Where other hosts ask, if that was handed over.
+    /// Where other hosts ask, and where the operator does, if that was handed over.
     ///
     /// # Errors
-    /// When the kernel does not tell.
-    pub(crate) fn hosts_at(&self) -> anyhow::Result<Option<Address>> {
-        self.hosts.as_ref().map(address).transpose()
-    }
-
-    /// Where the operator asks, if that was handed over.
-    ///
-    /// # Errors
-    /// When the kernel does not tell.
-    pub(crate) fn operator_at(&self) -> anyhow::Result<Option<Address>> {
-        self.operator.as_ref().map(address).transpose()
+    /// When the kernel does not tell, or a unix socket has no file.
+    pub(crate) fn places(&self) -> anyhow::Result<Places> {
+        let of = |listener: &Option<Listener>| {
+            let address = listener.as_ref().map(Listener::address).transpose();
+            address.context("the address of a socket that was handed over")
+        };
+        let operator = of(&self.operator)?.map(|address| match address {
+            Address::Unix(path) => Ok(path),
+            other => Err(anyhow!("{other}: the operator asks at a unix socket")),
+        });
+        Ok(Places { hosts: of(&self.hosts)?, operator: operator.transpose()? })
     }
 }
 
-fn address(listener: &Listener) -> anyhow::Result<Address> {
-    listener.address().context("the address of a socket that was handed over")
+/// Where the sockets are that were handed over.
+#[derive(Debug, Default)]
+pub(crate) struct Places {
+    /// Where other hosts ask.
+    pub(crate) hosts: Option<Address>,
+    /// Where the operator asks.
+    pub(crate) operator: Option<PathBuf>,
 }

@@ -379,9 +379,8 @@ impl Simulation<'_> {
             S::AskPolicy => {
                 self.engine.placed();
                 let prepared = matches!(self.source, Ss::Closing { .. });
-                let decision = self.engine.ask(prepared);
+                let (decision, fits) = self.engine.ask(prepared);
                 let (Ss::PreCopy { round } | Ss::Closing { round }) = self.source else { return };
-                let fits = self.engine.fits_into_limit();
                 self.leaves = self.scenario.may_leave()
                     && self.scenario.post_copy.leaves(round, &decision, fits);
                 let input = match decision {

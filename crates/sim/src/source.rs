@@ -45,8 +45,6 @@ pub(crate) struct Source<'a> {
     left: Option<f64>,
     /// Some of it is still to follow.
     follows: bool,
-    /// What was left at the last look at the policy would fit into the downtime limit.
-    fits: bool,
     row: RoundRow,
     /// A pass over memory is in progress and goes on in the next round.
     midway: bool,
@@ -72,7 +70,6 @@ impl<'a> Source<'a> {
             stopped: None,
             left: None,
             follows: false,
-            fits: false,
             row: RoundRow::default(),
             midway: false,
             gap: 0.0,
@@ -485,20 +482,15 @@ impl<'a> Source<'a> {
         self.outcome.rounds.push(*row);
     }
 
-    /// Whether what was left at the last look at the policy could be sent within the downtime
-    /// limit, as far as that is known.
-    pub(crate) fn fits_into_limit(&self) -> bool {
-        self.fits
-    }
-
     /// Whether the guest is slowed down.
     pub(crate) fn holds_back(&self) -> bool {
         self.plan.throttle > 0.0 || self.plan.dirty_rate_limit.is_some()
     }
 
     /// Asks the policy at the end of a round; `prepared` says that nothing but the stop is to
-    /// follow.
-    pub(crate) fn ask(&mut self, prepared: bool) -> Decision {
+    /// follow. Beside its decision: whether what is left could be sent within the downtime limit,
+    /// as far as that is known.
+    pub(crate) fn ask(&mut self, prepared: bool) -> (Decision, bool) {
         let row = self.row;
         let (at_once, synchronisation) = match self.scenario.synchronisation {
             Synchronisation::AtOnce(time) => (true, time),
@@ -544,7 +536,7 @@ impl<'a> Source<'a> {
         if let Some(row) = self.outcome.rounds.last_mut() {
             row.expected = estimate.expected_downtime.map(|time| time.as_secs_f64());
         }
-        self.fits = estimate.expected_downtime.is_some_and(|expected| expected <= estimate.limit);
+        let fits = estimate.expected_downtime.is_some_and(|expected| expected <= estimate.limit);
         self.outcome.limit = self.outcome.limit.max(estimate.limit.as_secs_f64());
         self.outcome.expected_downtime =
             estimate.expected_downtime.unwrap_or_default().as_secs_f64();
@@ -567,7 +559,7 @@ impl<'a> Source<'a> {
                 self.plan = Plan::default();
             }
         }
-        decision
+        (decision, fits)
     }
 
     /// The guest stands still.

@@ -4,7 +4,6 @@
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched, oldest};
@@ -74,7 +73,7 @@ fn migrate_governed(pair: &Pair, options: &[&str]) -> anyhow::Result<Ended> {
     let first = migrate.lines().into_iter().find(is_governed);
     let later = first.as_ref().and_then(round).context("a line without its round")? + 5;
     migrate.wait_for("a guest that is governed for rounds", LIMIT, |line| {
-        let is_slower = line["guest_speed"].as_f64() < Some(0.95);
+        let is_slower = line["guest_speed"].as_f64().is_some_and(|speed| speed < 0.95);
         is_governed(line) && round(line) >= Some(later) && is_slower
     })?;
     pair.godwit.done(&["set", "--migration", &name, "downtime-limit=200ms"])?;
@@ -115,23 +114,12 @@ fn a_guest_is_governed_and_let_go_while_it_is_copied() -> anyhow::Result<()> {
     let set = |setting: &str| -> anyhow::Result<()> {
         pair.godwit.done(&["set", "--migration", name.as_str(), setting]).map(drop)
     };
-    // Only of lines behind those that were there when it was said; the first of them may have been
-    // on its way.
-    let wait_for_new = |what: &str, wanted: fn(&Value) -> bool| -> anyhow::Result<()> {
-        let before = migrate.lines().len();
-        let until = Instant::now() + LIMIT;
-        while !migrate.lines().iter().skip(before + 1).any(wanted) {
-            ensure!(Instant::now() < until, "no line of {what}: {}", migrate.errors());
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        Ok(())
-    };
     for _ in 0..3 {
         set("throttle=off")?;
         let is_let_go = |line: &Value| line["event"] == "progress" && !is_governed(line);
-        wait_for_new("a guest that is let go", is_let_go)?;
+        migrate.wait_for_new("a guest that is let go", LIMIT, is_let_go)?;
         set("throttle=governor")?;
-        wait_for_new("a governed guest", is_governed)?;
+        migrate.wait_for_new("a governed guest", LIMIT, is_governed)?;
     }
     set("downtime-limit=200ms")?;
     let migrate = migrate.wait(LIMIT)?;

@@ -374,8 +374,33 @@ impl Running {
         limit: Duration,
         wanted: impl Fn(&Value) -> bool,
     ) -> anyhow::Result<Value> {
-        self.output
-            .wait(&format!("line '{what}'"), limit, |_| self.lines().into_iter().find(&wanted))
+        self.wait_for_behind(0, what, limit, wanted)
+    }
+
+    /// The same of what it says from now on. The next line is passed over: it may have been on its
+    /// way.
+    ///
+    /// # Errors
+    /// When it ends, or takes longer than `limit`.
+    pub fn wait_for_new(
+        &self,
+        what: &str,
+        limit: Duration,
+        wanted: impl Fn(&Value) -> bool,
+    ) -> anyhow::Result<Value> {
+        self.wait_for_behind(self.lines().len() + 1, what, limit, wanted)
+    }
+
+    fn wait_for_behind(
+        &self,
+        lines: usize,
+        what: &str,
+        limit: Duration,
+        wanted: impl Fn(&Value) -> bool,
+    ) -> anyhow::Result<Value> {
+        self.output.wait(&format!("line '{what}'"), limit, |_| {
+            self.lines().into_iter().skip(lines).find(&wanted)
+        })
     }
 
     /// Ends it at once, as a crash would.
