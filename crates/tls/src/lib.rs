@@ -9,6 +9,7 @@
 //!   each way.
 //! - [`make`] makes keys where there are none.
 //! - [`prove`] and [`proves`]: that a peer has a secret.
+//! - [`Seal`]: files that only who has a secret reads, and could have written.
 //!
 //! Invariants: nothing but TLS 1.3 is spoken, and a session gives out no byte of a peer whose
 //! certificate was not found to be signed by the authority, valid now, not revoked, and made out to
@@ -21,6 +22,7 @@ mod keys;
 mod make;
 mod named;
 mod proof;
+mod seal;
 mod session;
 
 pub use error::TlsError;
@@ -28,6 +30,7 @@ pub use host::Host;
 pub use keys::{Files, Keys, Side};
 pub use make::{Made, make};
 pub use proof::{PROOF_LEN, fingerprint, prove, proves};
+pub use seal::{SALT_LEN, Seal, TAG_LEN};
 pub use session::Session;
 
 /// Whether `bytes`, the first that a peer has sent, are a record of TLS: a message of the handshake
