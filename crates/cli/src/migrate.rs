@@ -33,7 +33,7 @@ use crate::say;
 use crate::security::SecurityArguments;
 use crate::settings::Given;
 use crate::steer::{self, Engine, Host};
-use crate::vm::{RequestError, VmName, domain_wanted, libvirt_uri, refused_qemu};
+use crate::vm::{RequestError, VmName, absolute, domain_wanted, libvirt_uri, refused_qemu};
 
 /// Move the guest of a VM on this host to where `godwit receive` listens.
 #[derive(Debug, Args)]
@@ -97,6 +97,14 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "WHEN", default_value = "never")]
     #[arg(conflicts_with_all = ["verify", "audit"])]
     postcopy: PostCopy,
+
+    /// With post-copy: before the guest runs at the destination, copy what it lacks there to this
+    /// file, on storage that both hosts have, encrypted and removed at the end. Should this host be
+    /// lost meanwhile, `godwit receive --postcopy-safe` takes the rest from there. The guest stands
+    /// still for as long as the copy takes
+    #[arg(long, value_name = "FILE")]
+    #[arg(conflicts_with_all = ["verify", "audit"])]
+    postcopy_safe: Option<PathBuf>,
 
     /// Connections that carry pages, 1 to 16; auto: as many as there are processors, 2 to 8
     #[arg(long, value_name = "N", default_value = "auto", value_parser = channels)]
@@ -212,10 +220,6 @@ fn channels_that_fit() -> u8 {
     processors.clamp(2, 8) as u8
 }
 
-fn absolute(path: &Path) -> PathBuf {
-    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
-}
-
 /// The size of dirty blocks; `None`: as the guest writes.
 type Granularity = Option<ByteCount>;
 
@@ -297,6 +301,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     }
     options.verify = if arguments.audit { Verify::Live } else { arguments.verify };
     options.post_copy = arguments.postcopy;
+    options.post_copy_safe = arguments.postcopy_safe.as_deref().map(absolute);
     options.audit = arguments.audit;
     // The VMM of a microvm, which writes it, may be in another directory.
     options.trace = arguments.trace.as_ref().map(|path| absolute(path));

@@ -25,7 +25,7 @@ use godwit_qemu::{
     LeftDestination, LibvirtDestination, Mapping, QemuDestination, QemuError, Shown, StartTerms,
     StartedDestination, Starting,
 };
-use godwit_units::{ByteCount, GRAMMAR, format_duration, parse_duration};
+use godwit_units::{ByteCount, GRAMMAR, PAGE_SIZE, PageRun, format_duration, parse_duration};
 use serde_json::{Value, json};
 
 use crate::layout;
@@ -35,7 +35,7 @@ use crate::processors::ProcessorArguments;
 use crate::rights;
 use crate::say;
 use crate::security::SecurityArguments;
-use crate::vm::{RequestError, VmName, libvirt_uri, refused_qemu};
+use crate::vm::{RequestError, VmName, absolute, libvirt_uri, refused_qemu};
 
 /// With less RAM than this nobody cares what it costs to fill.
 const WORTH_ADVICE: ByteCount = ByteCount(1 << 30);
@@ -136,6 +136,12 @@ pub(crate) struct Arguments {
     /// made for them
     #[arg(long, value_name = "DIR")]
     dump: Option<PathBuf>,
+
+    /// Where the source copies what is missing when the guest leaves before all of its memory
+    /// (`godwit migrate --postcopy-safe`): the same file, on storage that both hosts have. What the
+    /// source did not send before it was lost is taken from there
+    #[arg(long, value_name = "FILE")]
+    postcopy_safe: Option<PathBuf>,
 
     /// Do not confine the threads that read what comes from outside, which else have no capability
     /// and only the system calls of their work: for a host where that is in the way
@@ -297,6 +303,7 @@ fn take_in(
                 security: arguments.security.wish(),
                 reconnect_ms: u64::try_from(arguments.reconnect.as_millis()).unwrap_or(u64::MAX),
                 dump: dump_directory(arguments)?,
+                postcopy_safe: arguments.postcopy_safe.as_deref().map(absolute),
                 unconfined: arguments.unconfined,
             };
             let mut listening = |address: &str| {
@@ -474,6 +481,7 @@ fn options(arguments: &Arguments, record: Option<PathBuf>) -> Result<Options, Re
         reconnect: arguments.reconnect,
         record,
         dump: dump_directory(arguments)?,
+        post_copy_safe: arguments.postcopy_safe.clone(),
         confined: !arguments.unconfined && godwit_confine::is_available(),
         #[cfg(feature = "test-hooks")]
         faults: arguments.hooks.faults(),
@@ -602,6 +610,26 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
         Notice::Resumed { after } => {
             eprintln!("godwit: the source is back after {}", format_duration(*after));
         }
+        Notice::Lacks { missing } if json => {
+            let run = |run: &PageRun| json!([run.start.0, run.count.0]);
+            let block = |(name, runs): &(String, Vec<PageRun>)| {
+                let runs: Vec<Value> = runs.iter().map(run).collect();
+                json!({ "block": name, "runs": runs })
+            };
+            let missing: Vec<_> = missing.iter().map(block).collect();
+            json_line(&json!({ "event": "lacks", "missing": missing }));
+        }
+        Notice::Lacks { missing } => eprintln!("godwit: {}", lacks_words(missing)),
+        Notice::Copy { path, why } if json => {
+            json_line(&json!({ "event": "copy", "path": path, "why": why }));
+        }
+        Notice::Copy { path, why: None } => {
+            eprintln!("godwit: what is missing is taken from the copy, {}", path.display());
+        }
+        Notice::Copy { path, why: Some(why) } => {
+            let why = say::line(why);
+            eprintln!("godwit: the copy of what is missing, {}: {why}", path.display());
+        }
         Notice::Fetching { left } if json => {
             json_line(&json!({ "event": "fetching", "left_bytes": left.0 }));
         }
@@ -623,6 +651,23 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
             );
         }
     }
+}
+
+/// Which pages are missing: how many, and where the first of them are.
+fn lacks_words(missing: &[(String, Vec<PageRun>)]) -> String {
+    const SHOWN: usize = 4;
+    let runs = || missing.iter().flat_map(|(name, runs)| runs.iter().map(move |run| (name, run)));
+    let all: ByteCount = runs().map(|(_, run)| run.count.bytes()).sum();
+    let place = |(name, run): (&String, &PageRun)| {
+        let (start, end) = (run.start.0 * PAGE_SIZE, run.end().0 * PAGE_SIZE);
+        format!("{start:#x} to {end:#x} of {}", say::line(name))
+    };
+    let places: Vec<String> = runs().take(SHOWN).map(place).collect();
+    let more = match runs().count().saturating_sub(SHOWN) {
+        0 => String::new(),
+        more => format!(", and {more} places more"),
+    };
+    format!("{all} of its memory is missing here: {}{more}", places.join(", "))
 }
 
 /// A dump, and what it shows.

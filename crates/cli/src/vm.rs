@@ -29,6 +29,11 @@ pub(crate) enum VmName {
     Microvm(PathBuf),
 }
 
+/// `path`, for a process that may be in another directory.
+pub(crate) fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
 /// Where libvirt is, if nobody says it: where `virsh` looks as root, or is told to.
 pub(crate) fn libvirt_uri(uri: Option<&str>) -> String {
     let told = || std::env::var("LIBVIRT_DEFAULT_URI").ok().filter(|uri| !uri.is_empty());

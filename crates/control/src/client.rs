@@ -271,12 +271,12 @@ pub fn command(path: &Path, request: &Request) -> Result<(), ControlError> {
 }
 
 /// The machine went without a last word: what became of its guest, which was last seen in `stage`,
-/// so long ago.
+/// so long ago; `safe`: where what had not followed may be as well.
 fn lost(
     connection: &Connection,
     error: ControlError,
-    stage: Option<Stage>,
-    ago: Duration,
+    (stage, ago): (Option<Stage>, Duration),
+    safe: Option<&Path>,
 ) -> RequestError {
     if connection.stranger {
         return RequestError::Refused(error);
@@ -291,7 +291,9 @@ fn lost(
     // the machine has gone; but a reader that was late may have missed it.
     let kept = stage != Some(Stage::Handover) && ago < FRESH && connection.has_ended();
     let survivor = match (kept, stage) {
-        // What had not followed has ended with it, unless all had.
+        // What had not followed is in the copy.
+        (_, Some(Stage::PostCopy)) if safe.is_some_and(Path::exists) => Survivor::Destination,
+        // It has ended with it, unless all had.
         (_, Some(Stage::PostCopy)) if connection.has_ended() => Survivor::Lost,
         (true, Some(Stage::PreCopy | Stage::StopAndCopy) | None) => Survivor::Ended,
         _ => Survivor::Unknown,
@@ -320,7 +322,9 @@ pub fn migrate(
     loop {
         let answer = connection.next(handle.cancel(), None);
         let ago = began.elapsed().saturating_sub(seen);
-        match answer.map_err(|error| lost(&connection, error, stage, ago))? {
+        match answer.map_err(|error| {
+            lost(&connection, error, (stage, ago), options.post_copy_safe.as_deref())
+        })? {
             Answer::Refused { error } => {
                 return Err(RequestError::Refused(connection.problem(&error)));
             }

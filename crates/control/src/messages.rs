@@ -12,7 +12,7 @@ use godwit_engine::security::SecurityWish;
 use godwit_engine::source::Fault;
 use godwit_engine::source::{Options, PostCopy, Verify};
 use godwit_engine::{EngineError, Failure, Phase, Survivor, limits};
-use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
+use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageRun};
 use serde::{Deserialize, Serialize};
 
 /// What is asked.
@@ -112,6 +112,9 @@ pub struct ReceiveRequest {
     /// Where to dump the guest's memory to before it runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dump: Option<PathBuf>,
+    /// Where the source copies what is missing when the guest begins to run here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub postcopy_safe: Option<PathBuf>,
     /// Leave the threads that read what comes from outside unconfined.
     #[serde(default)]
     pub unconfined: bool,
@@ -167,6 +170,9 @@ pub struct MigrateRequest {
     /// When the guest is to run there before all of its memory is, as for `--postcopy`.
     #[serde(default = "never", skip_serializing_if = "is_never")]
     pub postcopy: String,
+    /// Where to copy what is still to come before the guest runs there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub postcopy_safe: Option<PathBuf>,
     /// Leave the threads that read what comes from outside unconfined.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unconfined: bool,
@@ -237,6 +243,7 @@ impl MigrateRequest {
             security: security.clone(),
             reconnect_ms: millis(options.reconnect),
             postcopy: options.post_copy.to_string(),
+            postcopy_safe: options.post_copy_safe.clone(),
             unconfined: !options.confined,
         }
     }
@@ -278,6 +285,7 @@ impl MigrateRequest {
         options.reconnect = Duration::from_millis(self.reconnect_ms);
         options.post_copy =
             self.postcopy.parse().map_err(|error| format!("\"postcopy\": {error}"))?;
+        options.post_copy_safe = self.postcopy_safe.clone();
         #[cfg(feature = "test-hooks")]
         {
             options.fault = self.fault();
@@ -462,6 +470,14 @@ pub enum NoticeLine {
     Fetching {
         left_bytes: u64,
     },
+    /// Names of RAM blocks, and first page and number of each run of pages.
+    Lacks {
+        missing: Vec<(String, Vec<(u64, u64)>)>,
+    },
+    Copy {
+        path: PathBuf,
+        why: Option<String>,
+    },
     Resumed {
         after_ms: u64,
     },
@@ -553,6 +569,13 @@ impl From<&Notice> for Answer {
             Notice::Severed { why, limit } => {
                 NoticeLine::Severed { why: why.clone(), limit_ms: millis(*limit) }
             }
+            Notice::Lacks { missing } => {
+                let pair = |run: &PageRun| (run.start.0, run.count.0);
+                let runs = |runs: &[PageRun]| runs.iter().map(pair).collect();
+                let missing = missing.iter().map(|(name, them)| (name.clone(), runs(them)));
+                NoticeLine::Lacks { missing: missing.collect() }
+            }
+            Notice::Copy { path, why } => NoticeLine::Copy { path: path.clone(), why: why.clone() },
             Notice::Resumed { after } => NoticeLine::Resumed { after_ms: millis(*after) },
             Notice::Fetching { left } => NoticeLine::Fetching { left_bytes: left.0 },
             Notice::Dumped(Dumped { stage, files, data, changed, first }) => NoticeLine::Dumped {
@@ -591,6 +614,14 @@ impl From<NoticeLine> for Notice {
                 Self::Severed { why, limit: Duration::from_millis(limit_ms) }
             }
             NoticeLine::Fetching { left_bytes } => Self::Fetching { left: ByteCount(left_bytes) },
+            NoticeLine::Lacks { missing } => {
+                let runs = |runs: Vec<(u64, u64)>| {
+                    runs.into_iter().map(|(start, count)| PageRun::new(start, count)).collect()
+                };
+                let missing = missing.into_iter().map(|(name, them)| (name, runs(them)));
+                Self::Lacks { missing: missing.collect() }
+            }
+            NoticeLine::Copy { path, why } => Self::Copy { path, why },
             NoticeLine::Resumed { after_ms } => {
                 Self::Resumed { after: Duration::from_millis(after_ms) }
             }
@@ -690,6 +721,7 @@ mod tests {
             security: SecurityWish::default(),
             reconnect_ms: 60_000,
             dump: None,
+            postcopy_safe: None,
             unconfined: false,
         };
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Receive(receive));
@@ -739,6 +771,7 @@ mod tests {
             // A command of who asks, which is refused for such a machine; so is the other.
             before_switchover: None,
             post_copy: PostCopy::After(2),
+            post_copy_safe: Some("/mnt/shared/pages".into()),
             confined: true,
             fault: Some(Fault::LoseCommit),
         };

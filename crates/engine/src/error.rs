@@ -313,6 +313,14 @@ pub enum EngineError {
     /// What is left was to follow when the guest runs at the destination, and cannot.
     #[error("post-copy is not possible: {0}")]
     NoPostCopy(String),
+    /// What is left of the guest's memory cannot be copied to a third place, or taken from there.
+    #[error("the copy of what is left, {}: {why}", path.display())]
+    Remainder {
+        /// Where it is, or was to be.
+        path: std::path::PathBuf,
+        /// Why.
+        why: String,
+    },
     /// It would not finish.
     #[error("not converging: {0}")]
     NotConverging(Advice),

@@ -32,6 +32,7 @@ mod link;
 pub mod measure;
 mod missing;
 mod record;
+mod remainder;
 pub mod report;
 mod return_proof;
 pub mod security;

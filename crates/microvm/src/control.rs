@@ -260,7 +260,7 @@ impl Host {
         let now = *self.state();
         match now {
             State::Leaving => self.stage() == Some(Stage::PostCopy),
-            State::Arriving => self.machine.is_running(),
+            State::Arriving => self.machine.ram().lacks_pages(),
             _ => false,
         }
     }
@@ -270,8 +270,8 @@ impl Host {
         let now = *self.state();
         let state = match now {
             State::Leaving if self.is_in_two_places() => "follows",
-            State::Arriving if machine.is_running() => "lacks-pages",
-            State::Here if machine.is_running() => "running",
+            State::Arriving if machine.is_running() && self.is_in_two_places() => "lacks-pages",
+            State::Here | State::Arriving if machine.is_running() => "running",
             State::Here => "paused",
             State::Incoming => "incoming",
             State::Leaving => "leaving",
@@ -515,6 +515,7 @@ impl Host {
             overcommit: request.overcommit,
             reconnect: Duration::from_millis(request.reconnect_ms),
             dump: request.dump.clone(),
+            post_copy_safe: request.postcopy_safe.clone(),
             confined: !request.unconfined && godwit_confine::is_available(),
             ..destination::Options::default()
         };

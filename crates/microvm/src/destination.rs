@@ -121,7 +121,7 @@ impl PostCopyDestination for MicrovmDestination<'_> {
         &mut self,
         missing: Vec<DirtyBitmap>,
     ) -> Result<Arc<dyn ArrivingPages>, VmError> {
-        let pages = Arc::new(self.machine.ram().await_pages(missing)?);
+        let pages = self.machine.ram().await_pages(missing)?;
         self.coming = Some(Arc::clone(&pages));
         Ok(pages)
     }

@@ -12,7 +12,7 @@ use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
 use godwit_bitmap::DirtyBitmap;
 use godwit_memory::{MemoryError, RamBlock};
@@ -34,6 +34,8 @@ const HUGE: u64 = 2 << 20;
 pub struct GuestRam {
     now: RwLock<Arc<Memory>>,
     device_log: Arc<VhostLog>,
+    /// What is still to come of it.
+    coming: Mutex<Weak<MissingPages>>,
 }
 
 /// The blocks that there are at one moment.
@@ -90,7 +92,7 @@ impl GuestRam {
         // For all that may ever be plugged in: a bit for each page there could be, 2 MiB in all.
         let device_log = VhostLog::new(PageCount(TOP / PAGE_SIZE))?;
         let now = RwLock::new(Arc::new(Memory::of(placed, &device_log)?));
-        Ok(Self { now, device_log })
+        Ok(Self { now, device_log, coming: Mutex::default() })
     }
 
     /// The blocks as they are, to keep.
@@ -177,10 +179,19 @@ impl GuestRam {
     pub(crate) fn await_pages(
         &self,
         missing: Vec<DirtyBitmap>,
-    ) -> Result<MissingPages, TrackError> {
+    ) -> Result<Arc<MissingPages>, TrackError> {
         // SAFETY: these are the blocks and where they are mapped, until the machine ends. There are
         // no references into guest memory.
-        unsafe { MissingPages::start_own(self.mappings(), &self.blocks(), missing) }
+        let pages = unsafe { MissingPages::start_own(self.mappings(), &self.blocks(), missing) }?;
+        let pages = Arc::new(pages);
+        *self.coming.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&pages);
+        Ok(pages)
+    }
+
+    /// Whether pages are still to come.
+    pub(crate) fn lacks_pages(&self) -> bool {
+        let coming = self.coming.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+        coming.is_some_and(|pages| pages.left() > PageCount::ZERO)
     }
 
     /// The log of what devices wrote, for a tracker. Page tables see device writes by themselves;

@@ -717,6 +717,35 @@ fn a_guest_whose_source_ends_before_its_memory_came_is_lost_and_called_so() -> a
 }
 
 #[test]
+fn a_guest_whose_source_ends_has_the_rest_from_the_copy() -> anyhow::Result<()> {
+    // Mutation: the machine is not told where the copy is.
+    let test = "a_guest_whose_source_ends_has_the_rest_from_the_copy";
+    let Some(mut pair) = MicroPair::start(test, SMALL)? else { return Ok(()) };
+    let place = std::env::temp_dir().join(format!("godwit-micro-third-{}", std::process::id()));
+    let safe = ["--postcopy-safe", &place.to_string_lossy()];
+    let (receive, address) = pair.godwit.receive(&pair.destination, &safe)?;
+    let options = [FOLLOWED, &safe].concat();
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+    migrate.wait_for("the guest to run there", LIMIT, follows)?;
+    ensure!(place.exists(), "no copy");
+    pair.source.kill();
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(migrate.last()["guest"] == "destination", "{} {}", migrate.last(), migrate.errors);
+    let copy = receive.wait_for("the copy", LIMIT, |line: &Value| line["event"] == "copy")?;
+    ensure!(copy["why"].is_null(), "{copy}");
+    let until = std::time::Instant::now() + LIMIT;
+    while place.exists() && std::time::Instant::now() < until {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    ensure!(!place.exists(), "the copy stays");
+    pair.destination.wait_for_heartbeats_after(std::time::Instant::now(), 3, LIMIT)?;
+    ensure!(pair.destination.bugs().is_empty(), "{:?}", pair.destination.bugs());
+    // The source is waited for, which may only be far away.
+    ensure!(pair.destination.status()? == "running", "{}", pair.destination.status()?);
+    Ok(())
+}
+
+#[test]
 fn a_guest_whose_destination_ends_before_its_memory_came_is_lost_and_never_run_again()
 -> anyhow::Result<()> {
     // Mutations: a machine that ends says nothing to the other side; a source that knows runs it.

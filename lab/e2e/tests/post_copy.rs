@@ -1,6 +1,6 @@
 //! Guests that run at the destination before all of their memory is there.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -11,8 +11,8 @@ use godwit_e2e::{
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, Ended, GuestConfig, Link, Movable, QemuBuild, VmConfig, builds_for,
-    builds_in_turn_for, kvm_builds_in_turn_for,
+    Backend, Ended, GuestConfig, Link, Mount, Movable, QemuBuild, VmConfig, builds_for,
+    builds_in_turn_for, kvm_builds_in_turn_for, skip,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -339,4 +339,161 @@ fn where_pages_cannot_be_waited_for_the_guest_does_not_leave() -> anyhow::Result
     let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
     check_moved(&mut pair, &migrate)
+}
+
+/// Where what is missing is copied to, in a directory that goes with this.
+struct Third(PathBuf);
+
+impl Third {
+    fn new(name: &str) -> anyhow::Result<Self> {
+        let directory = std::env::temp_dir().join(format!("godwit-{name}-{}", std::process::id()));
+        std::fs::create_dir(&directory).context("no directory")?;
+        Ok(Self(directory.join("pages")))
+    }
+
+    fn option(&self) -> [String; 2] {
+        ["--postcopy-safe".to_owned(), self.0.to_string_lossy().into_owned()]
+    }
+
+    /// What is in its directory.
+    fn files(&self) -> anyhow::Result<usize> {
+        Ok(std::fs::read_dir(self.0.parent().context("no directory")?)?.count())
+    }
+}
+
+impl Drop for Third {
+    fn drop(&mut self) {
+        let _ = self.0.parent().map(std::fs::remove_dir_all);
+    }
+}
+
+fn is_event(name: &'static str) -> impl Fn(&Value) -> bool {
+    move |line| line["event"] == name
+}
+
+/// The guest at the destination goes on, and lacks nothing any more.
+fn check_saved(pair: &mut Pair, third: &Third) -> anyhow::Result<()> {
+    let until = Instant::now() + LIMIT;
+    while third.files()? > 0 {
+        ensure!(Instant::now() < until, "the copy stays");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    check_no_userfaultfd(pair.destination.pid())?;
+    pair.destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+    ensure!(pair.destination.bugs().is_empty(), "{:?}", pair.destination.bugs());
+    ensure!(pair.destination.status()? == "running");
+    Ok(())
+}
+
+#[test]
+fn where_the_source_host_dies_the_rest_is_taken_from_the_copy() -> anyhow::Result<()> {
+    // Mutations: the copy has other pages than it says; it is removed when the source has ended.
+    let test = "where_the_source_host_dies_the_rest_is_taken_from_the_copy";
+    let builds = builds_in_turn_for(test);
+    for (build, backend) in builds.iter().flat_map(|build| BACKENDS.map(|kind| (build, kind))) {
+        println!("with {build} and {backend:?}");
+        let third = Third::new("third")?;
+        let [option, place] = third.option();
+        let safe = [option.as_str(), place.as_str()];
+        let mut pair = Pair::start(&config_in(build, backend, Mode::Rate))?;
+        let (receive, address) = pair.godwit.receive(&pair.destination, &safe)?;
+        let options = [SLOW, &["--postcopy", "now"], &safe].concat();
+        let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+        migrate.wait_for("the guest to run there", LIMIT, |line| line["stage"] == "post-copy")?;
+        ensure!(third.files()? == 1, "no copy");
+        // All of its host, or the machine alone, which whoever moves it tells of.
+        let all = backend == Backend::SharedFile;
+        if all {
+            migrate.signal(Signal::KILL)?;
+        }
+        pair.source.kill();
+        let migrate = migrate.wait(LIMIT)?;
+        ensure!(all || migrate.last()["guest"] == "destination", "{}", migrate.last());
+        ensure!(all || migrate.errors.contains("--postcopy-safe"), "{}", migrate.errors);
+        let lacks = receive.wait_for("what is missing", LIMIT, is_event("lacks"))?;
+        let runs = lacks["missing"][0]["runs"].as_array().context("no runs")?;
+        ensure!(!runs.is_empty(), "{lacks}");
+        let copy = receive.wait_for("the copy", LIMIT, is_event("copy"))?;
+        ensure!(copy["why"].is_null(), "{copy}");
+        check_saved(&mut pair, &third).with_context(|| build.to_string())?;
+    }
+    Ok(())
+}
+
+#[test]
+fn who_follows_at_the_destination_takes_the_rest_from_the_copy_too() -> anyhow::Result<()> {
+    let builds = builds_for("who_follows_at_the_destination_takes_the_rest_from_the_copy_too");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let third = Third::new("third-follow")?;
+    let [option, place] = third.option();
+    let safe = [option.as_str(), place.as_str()];
+    let mut pair = Pair::start(&config(build, Mode::Rate))?;
+    // This one does not know of it.
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let options = [SLOW, &["--postcopy", "now"], &safe].concat();
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+    migrate.wait_for("the guest to run there", LIMIT, |line| line["stage"] == "post-copy")?;
+    migrate.signal(Signal::KILL)?;
+    pair.source.kill();
+    drop(migrate.wait(LIMIT)?);
+    receive.wait_for("severed", LIMIT, is_event("severed"))?;
+    receive.signal(Signal::KILL)?;
+    drop(receive.wait(LIMIT)?);
+    let (receive, _) = pair.godwit.receive_on(&address, &pair.destination, &safe)?;
+    let copy = receive.wait_for("the copy", LIMIT, is_event("copy"))?;
+    ensure!(copy["why"].is_null(), "{copy}");
+    check_saved(&mut pair, &third)
+}
+
+#[test]
+fn a_copy_that_cannot_be_made_leaves_the_guest_at_the_source() -> anyhow::Result<()> {
+    let test = "a_copy_that_cannot_be_made_leaves_the_guest_at_the_source";
+    let builds = builds_for(test);
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mount = match Mount::new("tmpfs", "size=1M") {
+        Ok(mount) => mount,
+        Err(why) => {
+            skip(test, format_args!("{why:#}"));
+            return Ok(());
+        }
+    };
+    let mut pair = Pair::start(&config(build, Mode::Rate))?;
+    let third = Third::new("third-full")?;
+    std::fs::write(&third.0, "precious")?;
+    // Before anything is sent, and so the destination goes on waiting.
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let no_directory = third.0.join("below");
+    for (path, words) in [(&third.0, "something is there already"), (&no_directory, "directory")] {
+        let safe = ["--postcopy-safe", &path.to_string_lossy()];
+        let options = [SLOW, &["--postcopy", "now"], &safe].concat();
+        let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
+        check_refused(&migrate, 1, &["the copy of what is left", words])?;
+        check_untouched(&mut pair.source)?;
+        ensure!(!receive.has_ended());
+    }
+    ensure!(std::fs::read(&third.0)? == b"precious");
+    // Mutation: it is handed over without a copy.
+    let place = mount.dir().join("pages");
+    let safe = ["--postcopy-safe", &place.to_string_lossy()];
+    let options = [SLOW, &["--postcopy", "now"], &safe].concat();
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
+    check_refused(&migrate, 1, &["the copy of what is left", "No space left on device"])?;
+    check_untouched(&mut pair.source)?;
+    ensure!(std::fs::read_dir(mount.dir())?.count() == 0, "something stays");
+    drop(receive.wait(LIMIT)?);
+    ensure!(third.files()? == 1);
+    Ok(())
+}
+
+#[test]
+fn a_copy_is_gone_when_all_has_come() -> anyhow::Result<()> {
+    let builds = builds_for("a_copy_is_gone_when_all_has_come");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let third = Third::new("third-gone")?;
+    let [option, place] = third.option();
+    let mut pair = Pair::start(&config(build, Mode::Rate))?;
+    let (migrate, receive) = over(&pair, &["--postcopy", "now", &option, &place])?;
+    check_followed(&mut pair, &migrate, &receive)?;
+    ensure!(third.files()? == 0, "the copy stays");
+    Ok(())
 }

@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_confine::Rights;
+use godwit_memory::RamBlock;
 use godwit_units::{PageCount, PageIndex, PageRun};
 use godwit_wire::{Content, Message, WANTED_LIMIT};
 
@@ -29,6 +30,8 @@ pub(super) struct Arriving {
     waits: Mutex<Waits>,
     began: Instant,
     missing: PageCount,
+    /// How many pages each of our blocks has.
+    blocks: Vec<u64>,
 }
 
 /// Who waits for what.
@@ -71,8 +74,23 @@ impl Arriving {
         Ok(())
     }
 
+    /// How many pages are still to come.
+    pub(super) fn left(&self) -> PageCount {
+        self.pages.left()
+    }
+
+    /// Whether any page of `run` of our block `block` is still to come.
+    pub(super) fn lacks(&self, block: usize, run: PageRun) -> bool {
+        self.pages.next_run(block, run.start).is_some_and(|next| next.start < run.end())
+    }
+
+    /// How many pages each of our blocks has.
+    pub(super) fn blocks(&self) -> &[u64] {
+        &self.blocks
+    }
+
     /// What somebody still waits for. What was discarded since is waited for by nobody.
-    fn still_wanted(&self) -> Vec<(usize, PageIndex)> {
+    pub(super) fn still_wanted(&self) -> Vec<(usize, PageIndex)> {
         let mut waits = self.waits();
         let is_missing = |block, page| {
             self.pages.next_run(block, PageIndex(page)).is_some_and(|run| run.start.0 == page)
@@ -100,17 +118,18 @@ struct Asking {
 }
 
 impl Fetching {
-    /// Begins to ask over `control` for those of `pages` that somebody waits for, of blocks that
-    /// the source has in `order`.
+    /// Begins to ask over `control` for those of `pages` that somebody waits for, of the blocks of
+    /// `ram`, which the source has in `order`.
     pub(super) fn start(
         pages: Arc<dyn ArrivingPages>,
-        order: &[usize],
+        (ram, order): (&[RamBlock], &[usize]),
         control: Arc<ControlWriter>,
         cells: &Cells,
     ) -> Result<Self, EngineError> {
         let missing = pages.left();
         let (waits, began) = (Mutex::default(), Instant::now());
-        let arriving = Arc::new(Arriving { pages, waits, began, missing });
+        let blocks = ram.iter().map(|block| block.pages().0).collect();
+        let arriving = Arc::new(Arriving { pages, waits, began, missing, blocks });
         let mut numbers = vec![0; order.len()];
         order.iter().zip(0..).for_each(|(own, number)| numbers[*own] = number);
         let asking = Arc::new(Asking {
@@ -136,7 +155,14 @@ impl Fetching {
 
     /// How many pages are still to come.
     pub(super) fn left(&self) -> PageCount {
-        self.arriving.pages.left()
+        self.arriving.left()
+    }
+
+    /// The source's number of a block -> ours.
+    pub(super) fn order(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.asking.numbers.len()).collect();
+        order.sort_unstable_by_key(|own| self.asking.numbers[*own]);
+        order
     }
 
     /// What is still to come of our block `block`, in runs.

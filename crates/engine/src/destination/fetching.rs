@@ -8,12 +8,14 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use godwit_memory::RamBlock;
 use godwit_protocol::destination::Input;
 use godwit_units::{PageCount, PageRun};
 use godwit_wire::{Feature, MISSING_LIMIT, Message};
 
 use super::arriving::Fetching;
 use super::channel::PEER;
+use super::from_copy::{Copied, FromCopy};
 use super::lanes::Lanes;
 use super::left::{Left, runs_of};
 use super::record::Record;
@@ -21,7 +23,7 @@ use super::session::{Found, out_of_place};
 use super::{Destination, Notice, Stage};
 use crate::missing::MissingList;
 use crate::vm::ArrivingPages;
-use crate::{EngineError, limits};
+use crate::{EngineError, limits, remainder};
 
 /// How often it is looked whether the last page has come.
 const LOOK: Duration = Duration::from_millis(2);
@@ -72,7 +74,7 @@ impl Destination<'_> {
         pages: Arc<dyn ArrivingPages>,
     ) -> Result<(), EngineError> {
         let (control, cells) = (self.session.control(), self.session.cells());
-        let fetching = Fetching::start(pages, lanes.order(), control, cells)?;
+        let fetching = Fetching::start(pages, (&self.ram, lanes.order()), control, cells)?;
         lanes.have_arrive(fetching.arriving());
         self.fetching = Some(fetching);
         Ok(())
@@ -127,19 +129,63 @@ impl Destination<'_> {
                 Err(error) => tracing::warn!(%error, "something stays in the machine"),
             }
             self.measures.total = self.session.elapsed();
+            if let (Some(path), Some((session, _))) =
+                (&self.options.post_copy_safe, self.session.known())
+            {
+                // The source removes it as well, if it is there.
+                remainder::remove(path, session);
+            }
         }
+    }
+
+    /// Begins to take what is missing from the source's copy of it, if there may be one.
+    fn take_from_copy(&self) -> Option<FromCopy> {
+        let (path, fetching) = (self.options.post_copy_safe.as_ref()?, self.fetching.as_ref()?);
+        let (path, known) = (path.clone(), self.session.known()?);
+        let copied = Copied { path, known, order: fetching.order() };
+        FromCopy::start(copied, fetching.arriving())
+            .inspect_err(|error| tracing::warn!(%error, "nothing is taken from the copy"))
+            .ok()
+    }
+
+    /// Which pages are missing, when only the source has them and it is lost.
+    pub(super) fn tell_lacks(&mut self) {
+        let Some(fetching) = &self.fetching else { return };
+        let of_block = |(own, block): (usize, &RamBlock)| {
+            let runs = fetching.left_of(own);
+            (!runs.is_empty()).then(|| (block.name().to_owned(), runs))
+        };
+        let missing = self.ram.iter().enumerate().filter_map(of_block).collect();
+        (self.notice)(&Notice::Lacks { missing });
+    }
+
+    /// How many pages are missing.
+    fn left_to_come(&self) -> PageCount {
+        self.fetching.as_ref().map_or(PageCount::ZERO, Fetching::left)
     }
 
     /// Whether nothing is missing.
     fn is_whole(&self) -> bool {
-        self.fetching.as_ref().is_none_or(|it| it.left() == PageCount::ZERO)
+        self.left_to_come() == PageCount::ZERO
     }
 
     /// Waits for the source to come back, without end: nobody else has what is missing. The last of
     /// it may have come while it was lost. Who goes on for one that was killed may leave off, and
     /// leave it to another, as long as it has not come.
     pub(super) fn await_source_again(&mut self) -> Result<Input, EngineError> {
+        let copy = self.take_from_copy();
+        let (mut looked, mut left) = (Instant::now(), self.left_to_come());
         loop {
+            for told in copy.iter().flat_map(FromCopy::told) {
+                (self.notice)(&told);
+            }
+            if looked.elapsed() >= limits::ALIVE {
+                looked = Instant::now();
+                let before = std::mem::replace(&mut left, self.left_to_come());
+                if left != before {
+                    (self.notice)(&Notice::Fetching { left: left.bytes() });
+                }
+            }
             // What the guest has given back meanwhile is missing no more.
             if self.is_whole() {
                 self.let_go();

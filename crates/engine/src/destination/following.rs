@@ -94,6 +94,7 @@ impl Destination<'_> {
             why: EngineError::Killed.to_string(),
             limit: limits::ENDLESS,
         });
+        self.tell_lacks();
         Ok(lanes)
     }
 }

@@ -18,6 +18,7 @@ mod dump;
 mod fault;
 mod fetching;
 mod following;
+mod from_copy;
 mod killed;
 mod lanes;
 mod layout;
@@ -106,6 +107,10 @@ pub struct Options {
     /// device state is loaded. The guest stands still meanwhile, and cannot run here before all of
     /// its memory has come.
     pub dump: Option<PathBuf>,
+    /// Where the source copies what is missing when the guest begins to run here
+    /// ([`post_copy_safe`](crate::source::Options::post_copy_safe)): it is taken from there when
+    /// the source is lost, and the copy removed when all of it is here.
+    pub post_copy_safe: Option<PathBuf>,
     /// Confine the threads that read what comes from outside: no capability, and no system call
     /// but those of their work. Placing pages may open nothing then, nor may the sinks of disks.
     pub confined: bool,
@@ -125,6 +130,7 @@ impl Default for Options {
             reconnect: limits::RECONNECT,
             record: None,
             dump: None,
+            post_copy_safe: None,
             confined: false,
             #[cfg(feature = "test-hooks")]
             faults: Faults::default(),
@@ -598,6 +604,7 @@ impl Destination<'_> {
             let why = self.cause.as_ref().map_or(String::new(), |(_, cause)| cause.to_string());
             let limit = if self.left { limits::ENDLESS } else { self.options.reconnect };
             (self.notice)(&Notice::Severed { why, limit });
+            self.tell_lacks();
         }
     }
 

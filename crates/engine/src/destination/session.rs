@@ -177,6 +177,11 @@ impl<'a> Session<'a> {
         self.interrupt.silence();
     }
 
+    /// What both sides know the session by, where the source may come back.
+    pub(super) fn known(&self) -> Option<(SessionId, Secret)> {
+        self.door.secret().map(|secret| (self.id, secret))
+    }
+
     /// What another godwit would know the source by, if it may come back, and this one was killed;
     /// without what is not the session's to know.
     pub(super) fn known_by(&self) -> Option<Record> {

@@ -1,9 +1,10 @@
 //! What a destination tells while it takes a guest in, and of a guest that is here.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use godwit_disk::Disk;
-use godwit_units::{ByteCount, PageCount};
+use godwit_units::{ByteCount, PageCount, PageRun};
 
 use super::dump::Dumped;
 
@@ -69,6 +70,18 @@ pub enum Notice {
         why: String,
         /// For how long; [`ENDLESS`](crate::limits::ENDLESS) where the guest runs here already.
         limit: Duration,
+    },
+    /// Of the guest that runs here pages are missing, and the source is lost that has them.
+    Lacks {
+        /// The names of RAM blocks, and which pages of them.
+        missing: Vec<(String, Vec<PageRun>)>,
+    },
+    /// They are taken from the copy that the source made of them, or cannot be.
+    Copy {
+        /// Where it is.
+        path: PathBuf,
+        /// Why they cannot be, or a part of them.
+        why: Option<String>,
     },
     /// The source is back, and goes on where it was.
     Resumed {

@@ -1,6 +1,8 @@
 //! How a migration ends: its first failure, what kept the guest from being brought back, and what
 //! both mean for the guest.
 
+use std::path::Path;
+
 use godwit_protocol::source::State;
 
 use super::PEER;
@@ -78,8 +80,14 @@ impl Ending {
         }
     }
 
-    /// What became of a migration that ended in `state`.
-    pub(super) fn outcome(mut self, state: State, vm: &mut dyn SourceVm) -> Result<(), Failure> {
+    /// What became of a migration that ended in `state`, with a copy of what the destination lacked
+    /// at `safe`, if there is one.
+    pub(super) fn outcome(
+        mut self,
+        state: State,
+        vm: &mut dyn SourceVm,
+        safe: Option<&Path>,
+    ) -> Result<(), Failure> {
         let survivor = match (state, self.not_resumed.is_some()) {
             (State::Done, false) if self.missed.is_none() => return Ok(()),
             (State::Done, false) => {
@@ -98,6 +106,18 @@ impl Ending {
             }
             (State::Cancelled, false) => Survivor::Source,
             (State::Cancelled, true) => Survivor::SourceStopped,
+            // Its memory here has ended, and is elsewhere as well.
+            (State::Serving | State::SeveredServing, _)
+                if safe.is_some() && matches!(self.cause(), Some(EngineError::Ended("source"))) =>
+            {
+                if let (Some((_, cause)), Some(path)) = (&mut self.cause, safe) {
+                    let why = "the source VM has ended, and the destination has from here what it \
+                               was not sent, if its receive has --postcopy-safe too";
+                    let (path, why) = (path.to_owned(), why.to_owned());
+                    *cause = EngineError::Remainder { path, why };
+                }
+                Survivor::Destination
+            }
             // Its machine there has ended, or its memory here.
             (State::Serving | State::SeveredServing, _) => Survivor::Lost,
             _ => Survivor::Unknown,

@@ -113,6 +113,10 @@ pub struct Options {
     pub verify: Verify,
     /// Whether and when the guest is to run at the destination before all of its pages are there.
     pub post_copy: PostCopy,
+    /// Where to copy what is still to come before the guest runs at the destination without it, so
+    /// that it can be had from there should this host end. The guest stands still meanwhile.
+    /// Nothing may be there; it is removed when all has come, or the guest stays.
+    pub post_copy_safe: Option<PathBuf>,
     /// Data channels, at least 1.
     pub channels: u8,
     /// Remember what was sent, so that pages are not sent again that were written and did not
@@ -156,6 +160,7 @@ impl Options {
             security: Security::Local,
             verify: Verify::No,
             post_copy: PostCopy::Never,
+            post_copy_safe: None,
             channels: 2,
             fingerprints: true,
             keep_source: false,
@@ -546,7 +551,8 @@ impl Source<'_> {
         }
         self.ending.hear_last_words(&mut self.session);
         stage.end(&mut self);
-        self.ending.outcome(state, self.vm)?;
+        let safe = self.safe_copy(state);
+        self.ending.outcome(state, self.vm, safe.as_deref())?;
         Ok(self.meter.into_measures())
     }
 

@@ -1,13 +1,19 @@
 //! Whether what is left follows when the guest runs at the destination: what the operator wants,
 //! whether it is possible, and when it is decided.
 
+use std::path::PathBuf;
+use std::time::Instant;
+
+use godwit_bitmap::DirtyBitmap;
 use godwit_policy::{Decision, PostCopy};
-use godwit_protocol::source::LastPages;
+use godwit_protocol::source::{LastPages, State};
 use godwit_units::{ByteCount, Rate, format_duration};
 use godwit_wire::{Feature, Features};
 
+use super::random::new_salt;
 use super::{Source, Verify};
-use crate::EngineError;
+use crate::report::Stage;
+use crate::{EngineError, limits, remainder};
 
 /// `advice` for a guest that does not come to an end, with what post-copy would be like and would
 /// risk, where it is `possible`: what remains follows by this bandwidth.
@@ -54,7 +60,9 @@ impl Source<'_> {
             Some(why) if wanted != PostCopy::Never => {
                 return Err(EngineError::NoPostCopy(why.to_owned()));
             }
-            _ if common.is_none() => return Ok(()),
+            _ if common.is_none() => {
+                return self.options.post_copy_safe.as_deref().map_or(Ok(()), remainder::check);
+            }
             _ => self.handle.post_copy_is(why.map(str::to_owned)),
         }
         self.may_leave = why.is_none();
@@ -73,6 +81,45 @@ impl Source<'_> {
         let wanted = if asked { PostCopy::Now } else { self.options.post_copy };
         self.leaves = self.may_leave && wanted.leaves(round, decision, fits);
         self.leaves
+    }
+
+    /// Copies what is `missing` to where it can be had without this host, if that is wanted.
+    pub(super) fn make_safe(&mut self, missing: &[DirtyBitmap]) -> Result<(), EngineError> {
+        let Some(path) = &self.options.post_copy_safe else { return Ok(()) };
+        let ((session, secret, _), _) = self.session.known_by();
+        let salt = new_salt().map_err(EngineError::Random)?;
+        let (handle, interrupt) = (self.handle, self.session.interrupt());
+        let mut progress = handle.progress();
+        let mut told = Instant::now();
+        let report = &mut self.progress;
+        remainder::write(path, (session, secret), salt, (&self.ram, missing), &mut |left| {
+            if interrupt.is_raised() {
+                return Err(EngineError::Interrupted);
+            }
+            if told.elapsed() >= limits::ALIVE
+                && let Some(progress) = &mut progress
+            {
+                progress.elapsed += told.elapsed();
+                told = Instant::now();
+                (progress.stage, progress.round_ended) = (Stage::StopAndCopy, false);
+                progress.remaining = left;
+                handle.report(progress);
+                report(progress);
+            }
+            Ok(())
+        })
+    }
+
+    /// The copy of what was missing at the destination, where it may still be needed behind a
+    /// migration that ended in `state`. Else it is removed.
+    pub(super) fn safe_copy(&self, state: State) -> Option<PathBuf> {
+        let path = self.options.post_copy_safe.as_ref()?;
+        let ((session, ..), _) = self.session.known_by();
+        if state.is_final() {
+            remainder::remove(path, session);
+            return None;
+        }
+        remainder::is_of(path, session).then(|| path.clone())
     }
 
     /// How the last pages go over.

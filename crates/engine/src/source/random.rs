@@ -1,10 +1,12 @@
-//! What nobody may guess: the number of a session, and the key of the page fingerprints.
+//! What nobody may guess: the number of a session, the key of the page fingerprints, and what makes
+//! the key of a copy another.
 //!
 //! Invariant: nothing stands in for the kernel's random numbers; who gets none does not begin.
 
 use std::io;
 
 use godwit_fingerprints::{Key, PageFingerprints};
+use godwit_tls::SALT_LEN;
 use godwit_wire::{Secret, SessionId};
 
 /// Fingerprints of all pages, and their key, which the guest must not know.
@@ -27,6 +29,12 @@ pub(super) fn new_secret() -> io::Result<Secret> {
         bytes.copy_from_slice(&word.to_le_bytes());
     }
     Ok(Secret(secret))
+}
+
+/// What makes the key of a copy of guest memory another than that of any before.
+pub(super) fn new_salt() -> io::Result<[u8; SALT_LEN]> {
+    let [high, low] = random()?;
+    Ok((u128::from(high) << 64 | u128::from(low)).to_le_bytes())
 }
 
 fn random() -> io::Result<[u64; 2]> {
@@ -57,6 +65,7 @@ mod tests {
         let different: std::collections::HashSet<_> = prints.into_iter().collect();
         assert_eq!(different.len(), prints.len());
         assert_ne!(new_session().unwrap().0, new_session().unwrap().0);
+        assert_ne!(new_salt().unwrap(), new_salt().unwrap());
         let [one, other] = [0; 2].map(|_: u8| new_secret().unwrap().0);
         assert!(one != other && one[..16] != one[16..] && one[16..] != other[16..]);
     }

@@ -86,6 +86,7 @@ impl Switchover {
                 }
             }
         }
+        source.make_safe(&missing)?;
         let urgent = self.urgent.take().ok_or(EngineError::Panicked("main"))?;
         // The destination may ask as soon as it has heard.
         self.serving = Some(Serving::begin(source, missing, self.copying.lanes(), urgent)?);

@@ -1,0 +1,509 @@
+//! A copy, in a third place, of the pages that a guest lacks when it begins to run at the
+//! destination (post-copy): should the source end before they were sent, they are taken from there.
+//!
+//! ```text
+//! head   "GODWITRM"  version u32  salt 16 bytes  session 16 bytes
+//! part   kind u8  block u32  first page u64  pages u64   tag 16 bytes   the pages, of kind data
+//! ...
+//! end    a part of kind end: its first page is the number of parts before it
+//! ```
+//!
+//! Numbers are little-endian, blocks are numbered as the source has them. Each part is sealed
+//! ([`Seal`]) with the session's secret, which both sides have and nobody else; its number is its
+//! place in the file, and what stands before the tag its head.
+//!
+//! Invariants: a copy has its name when it is whole and on storage, and not before. Only a copy of
+//! this session is taken or removed, whatever else is at that place.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use godwit_bitmap::DirtyBitmap;
+use godwit_codec::is_zero;
+use godwit_memory::{DataHint, RamBlock};
+use godwit_tls::{SALT_LEN, Seal, TAG_LEN};
+use godwit_units::{ByteCount, PAGE_SIZE, PageIndex, PageRun};
+use godwit_wire::{Content, Secret, SessionId};
+
+use crate::EngineError;
+
+const MAGIC: &[u8; 8] = b"GODWITRM";
+const VERSION: u32 = 1;
+const FILE_HEAD: usize = 8 + 4 + SALT_LEN + 16;
+const PART_HEAD: usize = 1 + 4 + 8 + 8;
+/// Pages in a part with data: who waits for one waits for all of its part to be read and opened.
+const MOST: u64 = 64;
+
+/// By what both sides know a session.
+pub(crate) type Known = (SessionId, Secret);
+
+/// What a part is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Zero = 0,
+    Data = 1,
+    End = 2,
+}
+
+/// What stands before a part.
+#[derive(Clone, Copy, Debug)]
+struct Head {
+    kind: Kind,
+    block: u32,
+    run: PageRun,
+}
+
+impl Head {
+    fn to_bytes(self) -> [u8; PART_HEAD] {
+        let mut bytes = [0; PART_HEAD];
+        bytes[0] = self.kind as u8;
+        bytes[1..5].copy_from_slice(&self.block.to_le_bytes());
+        bytes[5..13].copy_from_slice(&self.run.start.0.to_le_bytes());
+        bytes[13..].copy_from_slice(&self.run.count.0.to_le_bytes());
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8; PART_HEAD]) -> Option<Self> {
+        let number = |at: usize| {
+            bytes[at..].first_chunk().map_or(0, |number: &[u8; 8]| u64::from_le_bytes(*number))
+        };
+        let kind = [Kind::Zero, Kind::Data, Kind::End];
+        let kind = kind.into_iter().find(|kind| *kind as u8 == bytes[0])?;
+        let block = bytes[1..].first_chunk().map_or(0, |block| u32::from_le_bytes(*block));
+        let (start, count) = (number(5), number(13));
+        start.checked_add(count)?;
+        let fits = kind != Kind::Data || count <= MOST;
+        fits.then_some(Self { kind, block, run: PageRun::new(start, count) })
+    }
+
+    /// Bytes of pages behind the tag.
+    fn bytes(self) -> u64 {
+        if self.kind == Kind::Data { self.run.count.bytes().0 } else { 0 }
+    }
+}
+
+fn failed(path: &Path, why: impl std::fmt::Display) -> EngineError {
+    EngineError::Remainder { path: path.to_owned(), why: why.to_string() }
+}
+
+/// Makes sure, before anything is sent, that a copy can be made at `path`.
+///
+/// # Errors
+/// When something is there, or nothing can be made there.
+pub(crate) fn check(path: &Path) -> Result<(), EngineError> {
+    if path.symlink_metadata().is_ok() {
+        return Err(failed(path, "something is there already: remove it, or name another place"));
+    }
+    let beside = beside(path);
+    create(&beside).map_err(|error| failed(&beside, error))?;
+    std::fs::remove_file(&beside).map_err(|error| failed(&beside, error))
+}
+
+/// Removes the copy at `path`, where that is one of this session. What cannot be removed is told.
+pub(crate) fn remove(path: &Path, session: SessionId) {
+    let _ = std::fs::remove_file(beside(path));
+    if is_of(path, session)
+        && let Err(error) = std::fs::remove_file(path)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        tracing::warn!(%error, path = %path.display(), "a copy of guest memory stays");
+    }
+}
+
+/// Whether a copy of this session is at `path`.
+pub(crate) fn is_of(path: &Path, session: SessionId) -> bool {
+    let head = File::open(path).and_then(|mut file| read_head(&mut file));
+    head.is_ok_and(|(of, _)| of == session)
+}
+
+/// Where it is written before it is whole.
+fn beside(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".part");
+    name.into()
+}
+
+fn create(path: &Path) -> io::Result<File> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)
+}
+
+fn read_head(file: &mut impl Read) -> io::Result<(SessionId, [u8; SALT_LEN])> {
+    let (mut magic, mut version) = ([0; 8], [0; 4]);
+    let (mut salt, mut session) = ([0; SALT_LEN], [0; 16]);
+    for bytes in [&mut magic[..], &mut version, &mut salt, &mut session] {
+        file.read_exact(bytes)?;
+    }
+    if magic != *MAGIC || u32::from_le_bytes(version) != VERSION {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "it is no copy of godwit's"));
+    }
+    Ok((SessionId(session), salt))
+}
+
+/// Writes the pages of `ram` in `missing`, one bitmap a block, to a copy at `path`, of those who
+/// have the secret. `go_on` is told how much is left, and may end it.
+///
+/// # Errors
+/// When memory cannot be read or the copy not written, or those of `go_on`. Nothing stays then.
+pub(crate) fn write(
+    path: &Path,
+    known: Known,
+    salt: [u8; SALT_LEN],
+    (ram, missing): (&[RamBlock], &[DirtyBitmap]),
+    go_on: &mut dyn FnMut(ByteCount) -> Result<(), EngineError>,
+) -> Result<(), EngineError> {
+    let beside = beside(path);
+    let written = write_beside(&beside, (path, known, salt), (ram, missing), go_on);
+    written.inspect_err(|_| {
+        let _ = std::fs::remove_file(&beside);
+    })
+}
+
+fn write_beside(
+    beside: &Path,
+    (path, known, salt): (&Path, Known, [u8; SALT_LEN]),
+    (ram, missing): (&[RamBlock], &[DirtyBitmap]),
+    go_on: &mut dyn FnMut(ByteCount) -> Result<(), EngineError>,
+) -> Result<(), EngineError> {
+    let cannot = |error: io::Error| failed(path, error);
+    let file = create(beside).map_err(cannot)?;
+    let mut writer = Writer::begin(file, known, salt).map_err(cannot)?;
+    let mut left: ByteCount = missing.iter().map(|pages| pages.count().bytes()).sum();
+    let mut bytes = Vec::new();
+    for (number, (block, missing)) in (0..).zip(ram.iter().zip(missing)) {
+        let mut hint = DataHint::default();
+        for run in missing.runs() {
+            let mut at = run.start;
+            for data in block.data(run, &mut hint) {
+                let data = data?;
+                writer.zeros(number, at, data.start).map_err(cannot)?;
+                at = data.start;
+                while at < data.end() {
+                    let part = PageRun::new(at.0, (data.end().0 - at.0).min(MOST));
+                    bytes.resize(part.count.bytes().0 as usize, 0);
+                    block.read(part.start, &mut bytes)?;
+                    writer.pages(number, part.start, &mut bytes).map_err(cannot)?;
+                    at = part.end();
+                    left = left - part.count.bytes();
+                    go_on(left)?;
+                }
+            }
+            writer.zeros(number, at, run.end()).map_err(cannot)?;
+        }
+    }
+    let file = writer.end().map_err(cannot)?;
+    file.sync_all().map_err(cannot)?;
+    // Nothing else may have taken the place meanwhile.
+    if path.symlink_metadata().is_ok() {
+        return Err(failed(path, "something else has come to be there"));
+    }
+    std::fs::rename(beside, path).map_err(cannot)?;
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let directory = File::open(directory.unwrap_or(Path::new(".")));
+    directory.and_then(|directory| directory.sync_all()).map_err(|error| {
+        let _ = std::fs::remove_file(path);
+        cannot(error)
+    })
+}
+
+/// Writes parts.
+struct Writer {
+    file: BufWriter<File>,
+    seal: Seal,
+    parts: u64,
+}
+
+impl Writer {
+    fn begin(file: File, (session, secret): Known, salt: [u8; SALT_LEN]) -> io::Result<Self> {
+        let mut file = BufWriter::with_capacity(1 << 20, file);
+        for bytes in [&MAGIC[..], &VERSION.to_le_bytes(), &salt, &session.0] {
+            file.write_all(bytes)?;
+        }
+        Ok(Self { file, seal: Seal::new(&secret.0, &salt), parts: 0 })
+    }
+
+    fn part(&mut self, head: Head, bytes: &mut [u8]) -> io::Result<()> {
+        let head = head.to_bytes();
+        let tag = self.seal.seal(self.parts, &head, bytes);
+        self.parts += 1;
+        self.file.write_all(&head)?;
+        self.file.write_all(&tag)?;
+        self.file.write_all(bytes)
+    }
+
+    fn zeros(&mut self, block: u32, start: PageIndex, end: PageIndex) -> io::Result<()> {
+        if start >= end {
+            return Ok(());
+        }
+        let run = PageRun::new(start.0, end.0 - start.0);
+        self.part(Head { kind: Kind::Zero, block, run }, &mut [])
+    }
+
+    /// Whole pages from `start` on, some of which may be zeros.
+    fn pages(&mut self, block: u32, mut start: PageIndex, bytes: &mut [u8]) -> io::Result<()> {
+        let page = PAGE_SIZE as usize;
+        let zeros: Vec<bool> = bytes.chunks_exact(page).map(is_zero).collect();
+        let mut rest = bytes;
+        for alike in zeros.chunk_by(|one, next| one == next) {
+            let (these, others) = rest.split_at_mut(alike.len() * page);
+            let run = PageRun::new(start.0, alike.len() as u64);
+            match alike[0] {
+                true => self.zeros(block, run.start, run.end())?,
+                false => self.part(Head { kind: Kind::Data, block, run }, these)?,
+            }
+            (start, rest) = (run.end(), others);
+        }
+        Ok(())
+    }
+
+    fn end(mut self) -> io::Result<File> {
+        let run = PageRun::new(self.parts, 0);
+        self.part(Head { kind: Kind::End, block: 0, run }, &mut [])?;
+        self.file.into_inner().map_err(io::IntoInnerError::into_error)
+    }
+}
+
+/// A copy that is there, to be read by those who have the secret.
+pub(crate) struct Remainder {
+    path: PathBuf,
+    file: File,
+    seal: Seal,
+    /// Its parts, by our number of the block and the first page.
+    parts: Vec<Part>,
+}
+
+/// Where a part is.
+struct Part {
+    /// Our number of its block.
+    own: usize,
+    head: Head,
+    number: u64,
+    /// Where its tag begins.
+    at: u64,
+}
+
+impl Remainder {
+    /// Opens the copy at `path`, and finds out what is where in it. `blocks` are the pages of our
+    /// RAM blocks, which the source has in `order`.
+    ///
+    /// # Errors
+    /// When it is not there, not whole, or not this session's.
+    pub(crate) fn open(
+        path: &Path,
+        (session, secret): Known,
+        order: &[usize],
+        blocks: &[u64],
+    ) -> Result<Self, EngineError> {
+        let wrong = |why: &str| failed(path, why);
+        let cannot = |error: io::Error| failed(path, error);
+        let mut file = BufReader::new(File::open(path).map_err(cannot)?);
+        let (of, salt) = read_head(&mut file).map_err(cannot)?;
+        if of != session {
+            return Err(wrong("it is of another migration"));
+        }
+        let seal = Seal::new(&secret.0, &salt);
+        let (mut parts, mut at) = (Vec::new(), FILE_HEAD as u64);
+        for number in 0.. {
+            let mut bytes = [0; PART_HEAD];
+            file.read_exact(&mut bytes).map_err(cannot)?;
+            at += PART_HEAD as u64;
+            let head = Head::from_bytes(&bytes).ok_or_else(|| wrong("it is damaged"))?;
+            if head.kind == Kind::End {
+                let mut tag = [0; TAG_LEN];
+                file.read_exact(&mut tag).map_err(cannot)?;
+                let whole = seal.open(number, &bytes, &mut [], &tag) && head.run.start.0 == number;
+                if !whole {
+                    return Err(wrong("it is damaged, or of somebody without the secret"));
+                }
+                break;
+            }
+            let own = order.get(head.block as usize).copied();
+            let own = own.filter(|own| head.run.end().0 <= blocks.get(*own).copied().unwrap_or(0));
+            let own = own.ok_or_else(|| wrong("it is of a machine with other RAM blocks"))?;
+            parts.push(Part { own, head, number, at });
+            let behind = TAG_LEN as u64 + head.bytes();
+            file.seek_relative(behind.cast_signed()).map_err(cannot)?;
+            at += behind;
+        }
+        parts.sort_unstable_by_key(|part| (part.own, part.head.run.start));
+        Ok(Self { path: path.to_owned(), file: file.into_inner(), seal, parts })
+    }
+
+    /// How many parts it has.
+    pub(crate) fn parts(&self) -> usize {
+        self.parts.len()
+    }
+
+    /// Which part has this page of our block `own`.
+    pub(crate) fn find(&self, own: usize, page: PageIndex) -> Option<usize> {
+        let behind =
+            self.parts.partition_point(|part| (part.own, part.head.run.start) <= (own, page));
+        let found = behind.checked_sub(1)?;
+        let part = &self.parts[found];
+        (part.own == own && page < part.head.run.end()).then_some(found)
+    }
+
+    /// Which pages part `part` has, of which of our blocks.
+    pub(crate) fn pages(&self, part: usize) -> (usize, PageRun) {
+        let part = &self.parts[part];
+        (part.own, part.head.run)
+    }
+
+    /// What is in part `part`: its pages are left in `bytes`, where they are not zeros.
+    ///
+    /// # Errors
+    /// When it cannot be read, or is not what was written.
+    pub(crate) fn read(&self, part: usize, bytes: &mut Vec<u8>) -> Result<Content, EngineError> {
+        let part = &self.parts[part];
+        let mut tag = [0; TAG_LEN];
+        bytes.resize(part.head.bytes() as usize, 0);
+        let read = self.file.read_exact_at(&mut tag, part.at);
+        let read = read.and_then(|()| self.file.read_exact_at(bytes, part.at + TAG_LEN as u64));
+        read.map_err(|error| failed(&self.path, error))?;
+        if !self.seal.open(part.number, &part.head.to_bytes(), bytes, &tag) {
+            let (start, end) = (part.head.run.start.0, part.head.run.end().0);
+            let block = part.own;
+            let why = format!("pages {start} to {end} of block {block} are damaged in it");
+            return Err(failed(&self.path, why));
+        }
+        Ok(if part.head.kind == Kind::Data { Content::Data } else { Content::Zero })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use godwit_units::PageCount;
+
+    use super::*;
+
+    const KNOWN: Known = (SessionId([1; 16]), Secret([2; 32]));
+
+    fn place(name: &str) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("godwit-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        path
+    }
+
+    /// Two blocks, of which some pages hold their number, and what is missing of them.
+    fn machine() -> (Vec<RamBlock>, Vec<DirtyBitmap>) {
+        let block = |name, pages| RamBlock::anonymous(name, PageCount(pages)).unwrap();
+        let ram = vec![block("ram", 300), block("rom", 5)];
+        for page in (0..300).filter(|page| page % 7 != 0) {
+            ram[0].write(PageIndex(page), &page_of(page)).unwrap();
+        }
+        let mut missing = vec![DirtyBitmap::new(PageCount(300)), DirtyBitmap::new(PageCount(5))];
+        missing[0].set(PageRun::new(10, 200));
+        missing[0].set(PageRun::new(299, 1));
+        missing[1].set(PageRun::new(0, 5));
+        (ram, missing)
+    }
+
+    fn page_of(page: u64) -> Vec<u8> {
+        vec![(page % 255) as u8 + 1; PAGE_SIZE as usize]
+    }
+
+    fn write_to(path: &Path) -> Result<(), EngineError> {
+        let (ram, missing) = machine();
+        write(path, KNOWN, [3; SALT_LEN], (&ram, &missing), &mut |_| Ok(()))
+    }
+
+    /// The blocks are the other way round at the destination.
+    fn open(path: &Path) -> Result<Remainder, EngineError> {
+        Remainder::open(path, KNOWN, &[1, 0], &[5, 300])
+    }
+
+    #[test]
+    fn every_page_is_found_as_it_was_and_no_other() {
+        let path = place("remainder");
+        write_to(&path).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        let raw = std::fs::read(&path).unwrap();
+        let plain = page_of(11);
+        assert!(!raw.windows(64).any(|bytes| bytes == &plain[..64]), "it can be read by anybody");
+
+        let (copy, mut bytes) = (open(&path).unwrap(), Vec::new());
+        let (_, missing) = machine();
+        let mut seen = 0;
+        for page in 0..300 {
+            let found = copy.find(1, PageIndex(page));
+            assert_eq!(found.is_some(), missing[0].is_set(PageIndex(page)), "page {page}");
+            let Some(part) = found else { continue };
+            let content = copy.read(part, &mut bytes).unwrap();
+            let (own, run) = copy.pages(part);
+            assert_eq!(own, 1);
+            assert_eq!(content == Content::Zero, page % 7 == 0, "page {page}");
+            if content == Content::Data {
+                let at = (page - run.start.0) as usize * PAGE_SIZE as usize;
+                assert_eq!(bytes[at..at + PAGE_SIZE as usize], page_of(page), "page {page}");
+            }
+            seen += 1;
+        }
+        assert_eq!(seen, 201);
+        assert_eq!(copy.pages(copy.find(0, PageIndex(4)).unwrap()), (0, PageRun::new(0, 5)));
+        remove(&path, SessionId([9; 16]));
+        assert!(path.exists(), "it is of another session");
+        remove(&path, KNOWN.0);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_is_not_whole_or_not_of_this_session_is_not_taken() {
+        let path = place("remainder-wrong");
+        write_to(&path).unwrap();
+        let refused = |known, order: &[usize], blocks: &[u64]| {
+            Remainder::open(&path, known, order, blocks).err().unwrap().to_string()
+        };
+        assert!(refused((SessionId([4; 16]), KNOWN.1), &[1, 0], &[5, 300]).contains("another"));
+        assert!(refused((KNOWN.0, Secret([4; 32])), &[1, 0], &[5, 300]).contains("secret"));
+        assert!(refused(KNOWN, &[1, 0], &[5, 299]).contains("other RAM blocks"));
+        assert!(refused(KNOWN, &[0], &[300, 5]).contains("other RAM blocks"));
+        // Mutation: the end is not looked for.
+        let whole = std::fs::read(&path).unwrap();
+        for cut in [FILE_HEAD - 1, FILE_HEAD, whole.len() / 2, whole.len() - 1] {
+            std::fs::write(&path, &whole[..cut]).unwrap();
+            assert!(open(&path).is_err(), "cut at {cut}");
+        }
+        // One page that is not what was written costs its part, and no other.
+        let mut hurt = whole.clone();
+        let at = FILE_HEAD + 2 * (PART_HEAD + TAG_LEN) + 100;
+        hurt[at] ^= 1;
+        std::fs::write(&path, &hurt).unwrap();
+        let (copy, mut bytes) = (open(&path).unwrap(), Vec::new());
+        let reads = (0..copy.parts()).map(|part| copy.read(part, &mut bytes));
+        let wrong: Vec<String> = reads.filter_map(|it| it.err().map(|it| it.to_string())).collect();
+        assert_eq!(wrong.len(), 1, "{wrong:?}");
+        assert!(wrong[0].contains("are damaged in it"), "{wrong:?}");
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn nothing_stays_of_a_copy_that_was_not_finished_and_nothing_is_overwritten() {
+        let path = place("remainder-left");
+        let (ram, missing) = machine();
+        let mut left = Vec::new();
+        let ended = write(&path, KNOWN, [3; SALT_LEN], (&ram, &missing), &mut |more| {
+            left.push(more);
+            if left.len() == 2 { Err(EngineError::Cancelled) } else { Ok(()) }
+        });
+        assert!(matches!(ended, Err(EngineError::Cancelled)));
+        assert!(!path.exists() && !beside(&path).exists());
+        assert!(left[0] > left[1]);
+
+        std::fs::write(&path, "precious").unwrap();
+        assert!(check(&path).unwrap_err().to_string().contains("something is there already"));
+        assert!(write_to(&path).is_err());
+        remove(&path, KNOWN.0);
+        assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+        std::fs::remove_file(&path).unwrap();
+        check(&path).unwrap();
+        assert!(!beside(&path).exists());
+        assert!(check(&path.join("in a file that is none")).is_err());
+    }
+}
