@@ -103,7 +103,6 @@ pub(crate) fn check(path: &Path) -> Result<(), EngineError> {
 
 /// Removes the copy at `path`, where that is one of this session. What cannot be removed is told.
 pub(crate) fn remove(path: &Path, session: SessionId) {
-    let _ = std::fs::remove_file(beside(path));
     if is_of(path, session)
         && let Err(error) = std::fs::remove_file(path)
         && error.kind() != io::ErrorKind::NotFound
@@ -121,15 +120,11 @@ pub(crate) fn is_of(path: &Path, session: SessionId) -> bool {
 /// Where it is written before it is whole.
 fn beside(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
-    name.push(".part");
+    name.push(format!(".{}.part", std::process::id()));
     name.into()
 }
 
 fn create(path: &Path) -> io::Result<File> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)
 }
 
@@ -158,20 +153,21 @@ pub(crate) fn write(
     go_on: &mut dyn FnMut(ByteCount) -> Result<(), EngineError>,
 ) -> Result<(), EngineError> {
     let beside = beside(path);
-    let written = write_beside(&beside, (path, known, salt), (ram, missing), go_on);
-    written.inspect_err(|_| {
+    let file = create(&beside).map_err(|error| failed(&beside, error))?;
+    let written = fill(file, (path, known, salt), (ram, missing), go_on);
+    written.and_then(|()| appear(&beside, path)).inspect_err(|_| {
         let _ = std::fs::remove_file(&beside);
     })
 }
 
-fn write_beside(
-    beside: &Path,
+/// Writes all of a copy that is to be at `path`, and has it on storage.
+fn fill(
+    file: File,
     (path, known, salt): (&Path, Known, [u8; SALT_LEN]),
     (ram, missing): (&[RamBlock], &[DirtyBitmap]),
     go_on: &mut dyn FnMut(ByteCount) -> Result<(), EngineError>,
 ) -> Result<(), EngineError> {
     let cannot = |error: io::Error| failed(path, error);
-    let file = create(beside).map_err(cannot)?;
     let mut writer = Writer::begin(file, known, salt).map_err(cannot)?;
     let mut left: ByteCount = missing.iter().map(|pages| pages.count().bytes()).sum();
     let mut bytes = Vec::new();
@@ -196,8 +192,12 @@ fn write_beside(
             writer.zeros(number, at, run.end()).map_err(cannot)?;
         }
     }
-    let file = writer.end().map_err(cannot)?;
-    file.sync_all().map_err(cannot)?;
+    writer.end().and_then(|file| file.sync_all()).map_err(cannot)
+}
+
+/// Gives what was written `beside` its name.
+fn appear(beside: &Path, path: &Path) -> Result<(), EngineError> {
+    let cannot = |error: io::Error| failed(path, error);
     // Nothing else may have taken the place meanwhile.
     if path.symlink_metadata().is_ok() {
         return Err(failed(path, "something else has come to be there"));
@@ -307,6 +307,8 @@ impl Remainder {
             return Err(wrong("it is of another migration"));
         }
         let seal = Seal::new(&secret.0, &salt);
+        // No page is in two parts, and no part without any: so there are no more than pages.
+        let mut more: u64 = blocks.iter().sum();
         let (mut parts, mut at) = (Vec::new(), FILE_HEAD as u64);
         for number in 0.. {
             let mut bytes = [0; PART_HEAD];
@@ -325,6 +327,8 @@ impl Remainder {
             let own = order.get(head.block as usize).copied();
             let own = own.filter(|own| head.run.end().0 <= blocks.get(*own).copied().unwrap_or(0));
             let own = own.ok_or_else(|| wrong("it is of a machine with other RAM blocks"))?;
+            let behind = more.checked_sub(head.run.count.0).filter(|_| head.run.count.0 > 0);
+            more = behind.ok_or_else(|| wrong("it is damaged"))?;
             parts.push(Part { own, head, number, at });
             let behind = TAG_LEN as u64 + head.bytes();
             file.seek_relative(behind.cast_signed()).map_err(cannot)?;
@@ -470,6 +474,13 @@ mod tests {
             std::fs::write(&path, &whole[..cut]).unwrap();
             assert!(open(&path).is_err(), "cut at {cut}");
         }
+        // Mutation: parts are not counted.
+        let mut doubled = whole.clone();
+        let end = whole.len() - (PART_HEAD + TAG_LEN);
+        let zeros = whole[end - (PART_HEAD + TAG_LEN)..end].to_vec();
+        doubled.splice(end..end, zeros.repeat(400));
+        std::fs::write(&path, &doubled).unwrap();
+        assert!(open(&path).err().unwrap().to_string().contains("it is damaged"));
         // One page that is not what was written costs its part, and no other.
         let mut hurt = whole.clone();
         let at = FILE_HEAD + 2 * (PART_HEAD + TAG_LEN) + 100;
