@@ -39,6 +39,18 @@ pub struct MigrationHandle {
     live: Arc<Mutex<Live>>,
 }
 
+/// Settings that can be changed while what is left follows.
+const FOLLOWING: [&str; 2] = ["max-bandwidth", "compression"];
+
+/// What is taken of an operator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Open {
+    All,
+    /// The guest runs at the destination, and what is left follows: by which way, and how fast.
+    Following,
+    Nothing,
+}
+
 #[derive(Debug)]
 struct Live {
     settings: Settings,
@@ -52,7 +64,7 @@ struct Live {
     post_copy: bool,
     /// Why that cannot be, if it cannot, as soon as that is known.
     post_copy_refusal: Option<Option<String>>,
-    closed: bool,
+    takes: Open,
     progress: Option<Progress>,
     /// Where the guest goes, once that has begun.
     to: Option<Address>,
@@ -166,6 +178,12 @@ pub enum HandleError {
     /// The guest is being handed over.
     #[error("the switchover has begun: nothing can be changed any more")]
     TooLate,
+    /// The guest runs at the destination already.
+    #[error(
+        "the guest has left and its memory follows: only max-bandwidth and compression can still \
+         be changed, and the way (godwit redirect)"
+    )]
+    Follows,
     /// It would leave this host, which it was not to do.
     #[error(
         "{to} is beyond this host, and this migration may be unencrypted since it began within \
@@ -213,7 +231,7 @@ impl MigrationHandle {
             switch_over: false,
             post_copy: false,
             post_copy_refusal: None,
-            closed: false,
+            takes: Open::All,
             progress: None,
             to: None,
             channels: None,
@@ -252,15 +270,18 @@ impl MigrationHandle {
     /// Sets all of `typed`, names ([`all_settings`]) and values. In force at the next tick.
     ///
     /// # Errors
-    /// When there is no such setting, a value is not possible, or the switchover has begun. Then
-    /// none is set.
+    /// When there is no such setting, a value is not possible, or the switchover has begun; when
+    /// what is left follows (post-copy), only how fast that may can be set. Then none is set.
     pub fn set(&self, typed: &[(String, String)]) -> Result<(), HandleError> {
         let mut live = self.live();
-        if live.closed {
+        if live.takes == Open::Nothing {
             return Err(HandleError::TooLate);
         }
         let (mut settings, mut own) = (live.settings, live.own);
         for (key, value) in typed {
+            if live.takes == Open::Following && !FOLLOWING.contains(&key.as_str()) {
+                return Err(HandleError::Follows);
+            }
             if let Some(row) = Settings::TABLE.find(key) {
                 row.set(&mut settings, value)?;
             } else if let Some(row) = Own::TABLE.find(key) {
@@ -281,7 +302,7 @@ impl MigrationHandle {
     /// When it has begun already, or the downtime would be too long.
     pub fn switch_over(&self, force: bool) -> Result<(), HandleError> {
         let mut live = self.live();
-        if live.closed {
+        if live.takes != Open::All {
             return Err(HandleError::TooLate);
         }
         if !force {
@@ -304,7 +325,7 @@ impl MigrationHandle {
     /// When the switchover has begun already, or this is not possible.
     pub fn switch_over_by_post_copy(&self) -> Result<(), HandleError> {
         let mut live = self.live();
-        if live.closed {
+        if live.takes != Open::All {
             return Err(HandleError::TooLate);
         }
         match &live.post_copy_refusal {
@@ -381,14 +402,15 @@ impl MigrationHandle {
     /// The same for an operator: it has to make sense as the migration stands.
     ///
     /// # Errors
-    /// When the guest is being handed over: connections are not made again then. And when a
+    /// When the guest is being handed over: connections are not made again then, but for what
+    /// follows it in post-copy. And when a
     /// migration within this host would leave it, which need not be encrypted.
     pub fn redirect(&self, to: Option<Address>, channels: Option<u8>) -> Result<(), HandleError> {
-        let (closed, from) = {
+        let (takes, from) = {
             let live = self.live();
-            (live.closed, live.to.clone())
+            (live.takes, live.to.clone())
         };
-        if closed {
+        if takes == Open::Nothing {
             return Err(HandleError::TooLate);
         }
         let stays = |address: &Address| address.is_local();
@@ -437,7 +459,12 @@ impl MigrationHandle {
 
     /// From now on nothing is taken.
     pub(crate) fn close(&self) {
-        self.live().closed = true;
+        self.live().takes = Open::Nothing;
+    }
+
+    /// The guest runs at the destination, and what is left follows: how can still be changed.
+    pub(crate) fn follows(&self) {
+        self.live().takes = Open::Following;
     }
 
     pub(crate) fn report(&self, progress: &Progress) {
@@ -495,6 +522,22 @@ mod tests {
             handle.settings().contains(&("max-bandwidth", "40Mbit".to_owned())),
             "as it was typed"
         );
+    }
+
+    #[test]
+    fn how_what_is_left_follows_can_be_changed_and_nothing_else() {
+        let handle = handle();
+        handle.close();
+        handle.follows();
+        handle.set(&typed(&[("max-bandwidth", "off"), ("compression", "none")])).unwrap();
+        assert!(handle.take_changes().is_some());
+        // Mutation: some of it is set.
+        let too_much = typed(&[("max-bandwidth", "1MiB/s"), ("throttle", "off")]);
+        assert_eq!(handle.set(&too_much), Err(HandleError::Follows));
+        assert!(handle.settings().contains(&("max-bandwidth", "off".to_owned())));
+        assert_eq!(handle.switch_over(true), Err(HandleError::TooLate));
+        assert_eq!(handle.redirect(None, Some(3)), Ok(()));
+        assert_eq!(handle.channels(), Some(3));
     }
 
     #[test]

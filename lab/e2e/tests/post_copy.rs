@@ -158,6 +158,32 @@ fn a_link_that_is_cut_meanwhile_is_waited_for() -> anyhow::Result<()> {
     Ok(())
 }
 
+#[test]
+fn how_memory_follows_is_changed_meanwhile_by_speed_and_by_way() -> anyhow::Result<()> {
+    // Mutations: what is set is not put in force; who tries again goes by the old way.
+    let builds = builds_for("how_memory_follows_is_changed_meanwhile_by_speed_and_by_way");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&config(build, Mode::Rate))?;
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let link = Link::to(&address)?;
+    let name = format!("follows-{}", std::process::id());
+    // By which it would take an hour.
+    let crawl = ["--max-bandwidth", "64KiB/s", "--compression", "none", "--reconnect", "60s"];
+    let options = [&crawl[..], &["--postcopy", "now", "--name", &name]].concat();
+    let migrate = pair.godwit.migrate(&pair.source, link.address(), &options)?;
+    migrate.wait_for("there", LIMIT, |line: &Value| line["stage"] == "post-copy")?;
+    let refused = pair.godwit.run(&["set", "--migration", &name, "downtime-limit=1s"])?;
+    let words = String::from_utf8_lossy(&refused.stderr).into_owned();
+    ensure!(words.contains("only max-bandwidth and compression"), "{words}");
+    link.cut();
+    migrate.wait_for("severed", LIMIT, is_event("severed"))?;
+    pair.godwit.done(&["redirect", "--migration", &name, "--to", &address])?;
+    receive.wait_for("resumed", LIMIT, is_event("resumed"))?;
+    pair.godwit.done(&["set", "--migration", &name, "max-bandwidth=off"])?;
+    let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+    check_followed(&mut pair, &migrate, &receive)
+}
+
 /// What `godwit recover` knows of a VM, and whether an operator has to do something.
 fn known(pair: &Pair, vm: &dyn Movable) -> anyhow::Result<(String, bool)> {
     recover_knows(&pair.godwit, &vm.vm_name())

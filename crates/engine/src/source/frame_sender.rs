@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use godwit_codec::{Batch, Chooser, Codec, Compressor, SAMPLE_LEN, Sampled, Step, worth};
-use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
+use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, TypedRate};
 use godwit_wire::{Added, Content, FRAME_PAGES, HEADER_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT};
 
 use super::live::Live;
@@ -19,6 +19,7 @@ use super::thread_clock::ThreadClock;
 use crate::EngineError;
 use crate::address::Stream;
 use crate::compression::{Codecs, Compression};
+use crate::handle::Own;
 use crate::limiter::Limiter;
 use crate::link::{barrier, link_error};
 
@@ -60,6 +61,16 @@ pub(super) struct Link {
 }
 
 impl Link {
+    /// Puts what can be set of it in force; whether compression is another now.
+    pub(super) fn set(&self, own: &Own) -> bool {
+        self.limiter.set(own.max_bandwidth.map(TypedRate::rate));
+        let changes = own.compression != self.live.compression();
+        if changes {
+            self.live.set_compression(own.compression);
+        }
+        changes
+    }
+
     /// The same link for pages that somebody waits for: as they are, and without a limit.
     pub(super) fn urgent(&self) -> Self {
         Self {

@@ -222,13 +222,8 @@ impl Lanes {
 
     /// Puts what can be set of the channels in force; whether compression is another now.
     pub(super) fn set(&self, own: &Own) -> bool {
-        self.link.limiter.set(own.max_bandwidth.map(TypedRate::rate));
         self.link.limiter.set_budget(own.cpu_budget);
-        let changes = own.compression != self.link.live.compression();
-        if changes {
-            self.link.live.set_compression(own.compression);
-        }
-        changes
+        self.link.set(own)
     }
 
     /// The guest is about to stand still: no budget of processor time holds anyone up any more.

@@ -103,6 +103,7 @@ impl Serving {
         let lanes = Lanes::new(own, 1, source.common.codecs, false);
         lanes.hurry();
         let mut serving = Self::new(source, nothing, &lanes);
+        source.handle.follows();
         serving.unheard = true;
         serving
     }
@@ -142,6 +143,7 @@ impl Serving {
     ) -> Result<(), EngineError> {
         let senders = lanes.take_senders()?;
         self.lanes = Some(lanes);
+        source.handle.follows();
         self.began = Instant::now();
         for (sender, handle) in senders {
             self.stream(source, sender, handle)?;
@@ -320,8 +322,11 @@ impl Serving {
         Ok(())
     }
 
-    /// Tells whoever looks how it stands.
+    /// Puts in force what was set, and tells whoever looks how it stands.
     fn report(&mut self, source: &mut Source<'_>) {
+        if let Some((_, own)) = source.handle.take_changes() {
+            self.link.set(&own);
+        }
         let mut progress = self.looked.clone().unwrap_or_else(nothing_seen);
         progress.elapsed = source.meter.elapsed();
         (progress.stage, progress.round_ended) = (Stage::PostCopy, false);
