@@ -1,5 +1,7 @@
 //! `godwit receive`.
 
+mod tell;
+
 use std::fs::DirBuilder;
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -14,19 +16,17 @@ use godwit_control::messages::{Cost, ReceiveRequest};
 use godwit_disk::DiskChoice;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
-use godwit_engine::destination::{
-    DumpStage, Dumped, Fetched, Left, Notice, Options, Received, follow, receive,
-};
+use godwit_engine::destination::{Left, Notice, Options, Received, follow, receive};
 use godwit_engine::security::Security;
 use godwit_engine::vm::DestinationVm;
-use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor, limits};
+use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor};
 use godwit_memory::RamBlock;
 use godwit_qemu::{
     LeftDestination, LibvirtDestination, Mapping, QemuDestination, QemuError, Shown, StartTerms,
     StartedDestination, Starting,
 };
-use godwit_units::{ByteCount, GRAMMAR, PAGE_SIZE, PageRun, format_duration, parse_duration};
-use serde_json::{Value, json};
+use godwit_units::{ByteCount, GRAMMAR, parse_duration};
+use serde_json::json;
 
 use crate::layout;
 use crate::output::{self, json_line};
@@ -36,6 +36,8 @@ use crate::rights;
 use crate::say;
 use crate::security::SecurityArguments;
 use crate::vm::{RequestError, VmName, absolute, libvirt_uri, refused_qemu};
+
+use self::tell::{tell, tell_notice};
 
 /// With less RAM than this nobody cares what it costs to fill.
 const WORTH_ADVICE: ByteCount = ByteCount(1 << 30);
@@ -541,211 +543,6 @@ fn tell_listening(told: &Listening<'_>, arguments: &Arguments) {
         eprintln!("{}", layout::wrap("advice: ", advice, 8, layout::width(&std::io::stderr())));
     }
     eprintln!("listening on {address}");
-}
-
-/// `allowed`: whether disks may be overwritten.
-fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
-    match notice {
-        // On standard error in any case: somebody knocks who should not.
-        Notice::Refused(why) => {
-            let why = say::line(why);
-            eprintln!("godwit: refused a connection: {why}; still waiting");
-        }
-        Notice::Busy { peer } => {
-            eprintln!(
-                "godwit: another source came, from {peer}; it was told that this receive is busy"
-            );
-        }
-        Notice::Asked { peer, refusal } if json => {
-            json_line(&json!({ "event": "asked", "peer": peer, "refusal": refusal }));
-        }
-        Notice::Asked { peer, refusal: None } => {
-            eprintln!("{peer} asked whether its guest fits: it does; still waiting");
-        }
-        Notice::Asked { peer, refusal: Some(why) } => {
-            let why = say::line(why);
-            eprintln!("{peer} asked whether its guest fits: it does not: {why}; still waiting");
-        }
-        Notice::Accepted { ram, disks, protocol_version, features } if json => {
-            let disks: Vec<_> = disks
-                .iter()
-                .map(|disk| json!({ "name": disk.name, "size_bytes": disk.size.0 }))
-                .collect();
-            json_line(&json!({
-                "event": "accepted", "ram_bytes": ram.0, "disks": disks,
-                "protocol_version": protocol_version, "features": features,
-            }));
-        }
-        Notice::Accepted { ram, disks, .. } => {
-            let disks: String = disks
-                .iter()
-                .map(|disk| format!(", {} of disk '{}'", disk.size, say::line(&disk.name)))
-                .collect();
-            eprintln!("a source has connected: {ram} of RAM{disks} to come");
-            if allowed && disks.is_empty() {
-                eprintln!("no disk comes along: godwit migrate was started without --disks");
-            }
-        }
-        Notice::Round { round, received } if json => {
-            json_line(&json!({ "event": "round", "round": round, "received_bytes": received.0 }));
-        }
-        Notice::Round { round, received } => {
-            eprintln!("round {round} in place, {received} received")
-        }
-        Notice::Severed { why, limit } if json => {
-            json_line(&json!({
-                "event": "severed", "why": why, "limit_ms": limit.as_secs_f64() * 1e3,
-            }));
-        }
-        Notice::Severed { why, limit: limits::ENDLESS } => eprintln!(
-            "godwit: {why}; the source alone has what is missing here: it is waited for without end"
-        ),
-        Notice::Severed { why, limit } => {
-            let limit = format_duration(*limit);
-            eprintln!("godwit: {why}; what has arrived is kept for the source for {limit}");
-        }
-        Notice::Resumed { after } if json => {
-            json_line(&json!({ "event": "resumed", "after_ms": after.as_secs_f64() * 1e3 }));
-        }
-        Notice::Resumed { after } => {
-            eprintln!("godwit: the source is back after {}", format_duration(*after));
-        }
-        Notice::Lacks { missing } if json => {
-            let run = |run: &PageRun| json!([run.start.0, run.count.0]);
-            let block = |(name, runs): &(String, Vec<PageRun>)| {
-                let runs: Vec<Value> = runs.iter().map(run).collect();
-                json!({ "block": name, "runs": runs })
-            };
-            let missing: Vec<_> = missing.iter().map(block).collect();
-            json_line(&json!({ "event": "lacks", "missing": missing }));
-        }
-        Notice::Lacks { missing } => eprintln!("godwit: {}", lacks_words(missing)),
-        Notice::Copy { path, why } if json => {
-            json_line(&json!({ "event": "copy", "path": path, "why": why }));
-        }
-        Notice::Copy { path, why: None } => {
-            eprintln!("godwit: what is missing is taken from the copy, {}", path.display());
-        }
-        Notice::Copy { path, why: Some(why) } => {
-            let why = say::line(why);
-            eprintln!("godwit: the copy of what is missing, {}: {why}", path.display());
-        }
-        Notice::Fetching { left } if json => {
-            json_line(&json!({ "event": "fetching", "left_bytes": left.0 }));
-        }
-        Notice::Fetching { left } => eprintln!("the guest runs here; {left} still to come"),
-        Notice::Dumped(dumped) if json => {
-            let Dumped { stage, files, data, changed, first } = dumped;
-            let first = first.as_ref().map(|(block, offset)| json!([block, offset]));
-            json_line(&json!({
-                "event": "dumped", "stage": stage.to_string(), "files": files,
-                "data_bytes": data.0, "changed_pages": changed.0, "first": first,
-            }));
-        }
-        Notice::Dumped(dumped) => eprintln!("{}", dumped_words(dumped)),
-        Notice::AwaitingSource { limit } => {
-            let limit = format_duration(*limit);
-            eprintln!(
-                "godwit: the source was lost at the handover; waiting up to {limit} for it to say \
-                 who runs the guest"
-            );
-        }
-    }
-}
-
-/// Which pages are missing: how many, and where the first of them are.
-fn lacks_words(missing: &[(String, Vec<PageRun>)]) -> String {
-    const SHOWN: usize = 4;
-    let runs = || missing.iter().flat_map(|(name, runs)| runs.iter().map(move |run| (name, run)));
-    let all: ByteCount = runs().map(|(_, run)| run.count.bytes()).sum();
-    let place = |(name, run): (&String, &PageRun)| {
-        let (start, end) = (run.start.0 * PAGE_SIZE, run.end().0 * PAGE_SIZE);
-        format!("{start:#x} to {end:#x} of {}", say::line(name))
-    };
-    let places: Vec<String> = runs().take(SHOWN).map(place).collect();
-    let more = match runs().count().saturating_sub(SHOWN) {
-        0 => String::new(),
-        more => format!(", and {more} places more"),
-    };
-    format!("{all} of its memory is missing here: {}{more}", places.join(", "))
-}
-
-/// A dump, and what it shows.
-fn dumped_words(dumped: &Dumped) -> String {
-    let Dumped { stage, files, data, changed, first } = dumped;
-    let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
-    let mut words = match stage {
-        DumpStage::Arrived => format!("all memory is here: {data} dumped to {}", files.join(", ")),
-        DumpStage::Loaded => {
-            format!("device state is loaded: {data} dumped to {}", files.join(", "))
-        }
-    };
-    if *stage == DumpStage::Loaded {
-        words += "; ";
-        words += &match first {
-            None => "no page differs from the dump before".to_owned(),
-            Some((block, offset)) => format!(
-                "the machine has written {} pages meanwhile, the first at {offset:#x} of {block}",
-                changed.0
-            ),
-        };
-    }
-    words
-}
-
-fn tell(received: &Received, cost: Cost, json: bool) {
-    let Cost { cpu_ms, peak_rss_bytes: rss } = cost;
-    if json {
-        json_line(&json!({
-            "outcome": if received.running { "running" } else { "paused" },
-            "received_bytes": received.bytes.0,
-            "total_ms": received.total.as_secs_f64() * 1e3,
-            "load_ms": received.load.as_secs_f64() * 1e3,
-            "resume_ms": received.resume.as_secs_f64() * 1e3,
-            "disks_to_ready_ms": received.disks_to_ready.map(|time| time.as_secs_f64() * 1e3),
-            "verified": received.verified,
-            "fetched": received.fetched.as_ref().map(fetched_json),
-            "cpu_ms": cpu_ms,
-            "peak_rss_bytes": rss,
-        }));
-        return;
-    }
-    let how = if received.running { "runs here" } else { "is here, paused as it was" };
-    let mut text = format!(
-        "{} received in {}, device state loaded in {}, resumed in {}, {cpu_ms:.0} ms CPU",
-        received.bytes,
-        format_duration(received.total),
-        format_duration(received.load),
-        format_duration(received.resume),
-    );
-    if let Some(fetched) = &received.fetched {
-        text += &format!(
-            "; {} came when it ran here, within {}: {} pages were waited for, half of them for no \
-             longer than {}, 99 % for {}, the longest {}",
-            fetched.missing.bytes(),
-            format_duration(fetched.time),
-            fetched.faults,
-            format_duration(fetched.median_wait),
-            format_duration(fetched.p99_wait),
-            format_duration(fetched.longest_wait),
-        );
-    }
-    let label = format!("the guest {how}: ");
-    println!("{}", layout::wrap(&label, &text, 10, layout::width(&std::io::stdout())));
-}
-
-/// What came when the guest ran here already.
-fn fetched_json(fetched: &Fetched) -> Value {
-    let micros = |time: Duration| time.as_secs_f64() * 1e6;
-    json!({
-        "missing_bytes": fetched.missing.bytes().0,
-        "faults": fetched.faults,
-        "discarded_pages": fetched.discarded,
-        "median_wait_us": micros(fetched.median_wait),
-        "p99_wait_us": micros(fetched.p99_wait),
-        "longest_wait_us": micros(fetched.longest_wait),
-        "time_ms": fetched.time.as_secs_f64() * 1e3,
-    })
 }
 
 /// What another attempt needs after one that failed.
