@@ -98,11 +98,11 @@ pub(crate) struct Arguments {
     #[arg(conflicts_with_all = ["verify", "audit"])]
     postcopy: PostCopy,
 
-    /// With post-copy: before the guest runs at the destination, copy what it lacks there to this
-    /// file, on storage that both hosts have, encrypted and removed at the end. Should this host be
-    /// lost meanwhile, `godwit receive --postcopy-safe` takes the rest from there. The guest stands
-    /// still for as long as the copy takes
-    #[arg(long, value_name = "FILE")]
+    /// With post-copy: before the guest runs at the destination, copy what it lacks there to a file
+    /// in this directory, on storage that both hosts have, encrypted and removed at the end. Should
+    /// this host be lost meanwhile, `godwit receive --postcopy-safe` takes the rest from there. The
+    /// guest stands still for as long as the copy takes
+    #[arg(long, value_name = "DIR")]
     #[arg(conflicts_with_all = ["verify", "audit"])]
     postcopy_safe: Option<PathBuf>,
 

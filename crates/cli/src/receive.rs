@@ -139,10 +139,10 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "DIR")]
     dump: Option<PathBuf>,
 
-    /// Where the source copies what is missing when the guest leaves before all of its memory
-    /// (`godwit migrate --postcopy-safe`): the same file, on storage that both hosts have. What the
+    /// The directory to which the source copies what is missing when the guest leaves before all of
+    /// its memory (`godwit migrate --postcopy-safe`), on storage that both hosts have. What the
     /// source did not send before it was lost is taken from there
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "DIR")]
     postcopy_safe: Option<PathBuf>,
 
     /// Do not confine the threads that read what comes from outside, which else have no capability

@@ -271,12 +271,12 @@ pub fn command(path: &Path, request: &Request) -> Result<(), ControlError> {
 }
 
 /// The machine went without a last word: what became of its guest, which was last seen in `stage`,
-/// so long ago; `safe`: where what had not followed may be as well.
+/// so long ago; `safe`: what had not followed was copied first.
 fn lost(
     connection: &Connection,
     error: ControlError,
     (stage, ago): (Option<Stage>, Duration),
-    safe: Option<&Path>,
+    safe: bool,
 ) -> RequestError {
     if connection.stranger {
         return RequestError::Refused(error);
@@ -292,7 +292,7 @@ fn lost(
     let kept = stage != Some(Stage::Handover) && ago < FRESH && connection.has_ended();
     let survivor = match (kept, stage) {
         // What had not followed is in the copy.
-        (_, Some(Stage::PostCopy)) if safe.is_some_and(Path::exists) => Survivor::Destination,
+        (_, Some(Stage::PostCopy)) if safe => Survivor::Destination,
         // It has ended with it, unless all had.
         (_, Some(Stage::PostCopy)) if connection.has_ended() => Survivor::Lost,
         (true, Some(Stage::PreCopy | Stage::StopAndCopy) | None) => Survivor::Ended,
@@ -323,7 +323,7 @@ pub fn migrate(
         let answer = connection.next(handle.cancel(), None);
         let ago = began.elapsed().saturating_sub(seen);
         match answer.map_err(|error| {
-            lost(&connection, error, (stage, ago), options.post_copy_safe.as_deref())
+            lost(&connection, error, (stage, ago), options.post_copy_safe.is_some())
         })? {
             Answer::Refused { error } => {
                 return Err(RequestError::Refused(connection.problem(&error)));

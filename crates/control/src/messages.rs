@@ -112,7 +112,7 @@ pub struct ReceiveRequest {
     /// Where to dump the guest's memory to before it runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dump: Option<PathBuf>,
-    /// Where the source copies what is missing when the guest begins to run here.
+    /// The directory to which the source copies what is missing when the guest begins to run here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub postcopy_safe: Option<PathBuf>,
     /// Leave the threads that read what comes from outside unconfined.
@@ -170,7 +170,7 @@ pub struct MigrateRequest {
     /// When the guest is to run there before all of its memory is, as for `--postcopy`.
     #[serde(default = "never", skip_serializing_if = "is_never")]
     pub postcopy: String,
-    /// Where to copy what is still to come before the guest runs there.
+    /// The directory to copy what is still to come to, before the guest runs there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub postcopy_safe: Option<PathBuf>,
     /// Leave the threads that read what comes from outside unconfined.
@@ -771,7 +771,7 @@ mod tests {
             // A command of who asks, which is refused for such a machine; so is the other.
             before_switchover: None,
             post_copy: PostCopy::After(2),
-            post_copy_safe: Some("/mnt/shared/pages".into()),
+            post_copy_safe: Some("/mnt/shared".into()),
             confined: true,
             fault: Some(Fault::LoseCommit),
         };

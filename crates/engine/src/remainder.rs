@@ -12,8 +12,8 @@
 //! ([`Seal`]) with the session's secret, which both sides have and nobody else; its number is its
 //! place in the file, and what stands before the tag its head.
 //!
-//! Invariants: a copy has its name when it is whole and on storage, and not before. Only a copy of
-//! this session is taken or removed, whatever else is at that place.
+//! Its name has the session's number. Invariants: it has that name when it is whole and on storage,
+//! and not before; and only what was sealed with this session's secret is taken.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, BufWriter, Read, Write};
@@ -88,33 +88,37 @@ fn failed(path: &Path, why: impl std::fmt::Display) -> EngineError {
     EngineError::Remainder { path: path.to_owned(), why: why.to_string() }
 }
 
-/// Makes sure, before anything is sent, that a copy can be made at `path`.
+/// Where in `directory` the copy of a session is.
+pub(crate) fn place(directory: &Path, session: SessionId) -> PathBuf {
+    let number: String = session.0.iter().map(|byte| format!("{byte:02x}")).collect();
+    directory.join(format!("godwit-{number}.pages"))
+}
+
+/// Makes sure, before anything is sent, that a copy can be made in `directory`.
 ///
 /// # Errors
-/// When something is there, or nothing can be made there.
-pub(crate) fn check(path: &Path) -> Result<(), EngineError> {
-    if path.symlink_metadata().is_ok() {
-        return Err(failed(path, "something is there already: remove it, or name another place"));
+/// When nothing can.
+pub(crate) fn check(directory: &Path) -> Result<(), EngineError> {
+    let wrong = |why: String| failed(directory, why);
+    match directory.metadata() {
+        Ok(about) if about.is_dir() => {}
+        Ok(_) => return Err(wrong("it is no directory: name one that both hosts have".to_owned())),
+        Err(error) => return Err(wrong(error.to_string())),
     }
-    let beside = beside(path);
-    create(&beside).map_err(|error| failed(&beside, error))?;
-    std::fs::remove_file(&beside).map_err(|error| failed(&beside, error))
+    let tried = beside(&directory.join("godwit"));
+    create(&tried).and_then(|_| std::fs::remove_file(&tried)).map_err(|error| {
+        wrong(format!("nothing can be written there ({error}): name a directory where it can"))
+    })
 }
 
-/// Removes the copy at `path`, where that is one of this session. What cannot be removed is told.
-pub(crate) fn remove(path: &Path, session: SessionId) {
-    if is_of(path, session)
-        && let Err(error) = std::fs::remove_file(path)
-        && error.kind() != io::ErrorKind::NotFound
-    {
-        tracing::warn!(%error, path = %path.display(), "a copy of guest memory stays");
+/// Removes the copy at `path`, if it is there. What cannot be removed is told.
+pub(crate) fn remove(path: &Path) {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            tracing::warn!(%error, path = %path.display(), "a copy of guest memory stays");
+        }
+        _ => {}
     }
-}
-
-/// Whether a copy of this session is at `path`.
-pub(crate) fn is_of(path: &Path, session: SessionId) -> bool {
-    let head = File::open(path).and_then(|mut file| read_head(&mut file));
-    head.is_ok_and(|(of, _)| of == session)
 }
 
 /// Where it is written before it is whole.
@@ -451,9 +455,7 @@ mod tests {
         }
         assert_eq!(seen, 201);
         assert_eq!(copy.pages(copy.find(0, PageIndex(4)).unwrap()), (0, PageRun::new(0, 5)));
-        remove(&path, SessionId([9; 16]));
-        assert!(path.exists(), "it is of another session");
-        remove(&path, KNOWN.0);
+        remove(&path);
         assert!(!path.exists());
     }
 
@@ -508,13 +510,21 @@ mod tests {
         assert!(left[0] > left[1]);
 
         std::fs::write(&path, "precious").unwrap();
-        assert!(check(&path).unwrap_err().to_string().contains("something is there already"));
         assert!(write_to(&path).is_err());
-        remove(&path, KNOWN.0);
         assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+        assert!(check(&path).unwrap_err().to_string().contains("it is no directory"));
         std::fs::remove_file(&path).unwrap();
+        assert!(check(&path).is_err(), "it is not there");
+        std::fs::create_dir(&path).unwrap();
         check(&path).unwrap();
-        assert!(!beside(&path).exists());
-        assert!(check(&path.join("in a file that is none")).is_err());
+        assert_eq!(std::fs::read_dir(&path).unwrap().count(), 0);
+        std::fs::remove_dir(&path).unwrap();
+    }
+
+    #[test]
+    fn each_session_has_a_place_of_its_own() {
+        let places = [1, 2].map(|number| super::place(Path::new("/mnt"), SessionId([number; 16])));
+        assert_eq!(places[0], Path::new("/mnt").join(format!("godwit-{}.pages", "01".repeat(16))));
+        assert_ne!(places[0], places[1]);
     }
 }

@@ -5,6 +5,7 @@
 //! [`ArrivingPages`](crate::vm::ArrivingPages), which has each placed once.
 
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,7 @@ use super::record::Record;
 use super::session::{Found, out_of_place};
 use super::{Destination, Notice, Stage};
 use crate::missing::MissingList;
+use crate::remainder::Known;
 use crate::vm::ArrivingPages;
 use crate::{EngineError, limits, remainder};
 
@@ -129,19 +131,24 @@ impl Destination<'_> {
                 Err(error) => tracing::warn!(%error, "something stays in the machine"),
             }
             self.measures.total = self.session.elapsed();
-            if let (Some(path), Some((session, _))) =
-                (&self.options.post_copy_safe, self.session.known())
-            {
-                // The source removes it as well, if it is there.
-                remainder::remove(path, session);
+            // The source removes it as well, if it is there.
+            if let Some((path, _)) = self.copy_is_at() {
+                remainder::remove(&path);
             }
         }
     }
 
+    /// Where the source's copy of what is missing is, if it makes one, and by what it is opened.
+    fn copy_is_at(&self) -> Option<(PathBuf, Known)> {
+        let known = self.session.known()?;
+        let directory = self.options.post_copy_safe.as_ref()?;
+        Some((remainder::place(directory, known.0), known))
+    }
+
     /// Begins to take what is missing from the source's copy of it, if there may be one.
     fn take_from_copy(&self) -> Option<FromCopy> {
-        let (path, fetching) = (self.options.post_copy_safe.as_ref()?, self.fetching.as_ref()?);
-        let (path, known) = (path.clone(), self.session.known()?);
+        let fetching = self.fetching.as_ref()?;
+        let (path, known) = self.copy_is_at()?;
         let copied = Copied { path, known, order: fetching.order() };
         FromCopy::start(copied, fetching.arriving())
             .inspect_err(|error| tracing::warn!(%error, "nothing is taken from the copy"))

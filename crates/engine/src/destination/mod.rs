@@ -107,7 +107,7 @@ pub struct Options {
     /// device state is loaded. The guest stands still meanwhile, and cannot run here before all of
     /// its memory has come.
     pub dump: Option<PathBuf>,
-    /// Where the source copies what is missing when the guest begins to run here
+    /// The directory to which the source copies what is missing when the guest begins to run here
     /// ([`post_copy_safe`](crate::source::Options::post_copy_safe)): it is taken from there when
     /// the source is lost, and the copy removed when all of it is here.
     pub post_copy_safe: Option<PathBuf>,

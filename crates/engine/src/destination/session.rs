@@ -23,6 +23,7 @@ use super::record::Record;
 use crate::address::{Listener, Stream};
 use crate::cells::Cells;
 use crate::link::{ControlWriter, link_error, read_messages, say_alive, send_greeting};
+use crate::remainder::Known;
 use crate::return_proof::{ReturnProof, prints_seed};
 use crate::security::Security;
 use crate::vm::DestinationVm;
@@ -178,7 +179,7 @@ impl<'a> Session<'a> {
     }
 
     /// What both sides know the session by, where the source may come back.
-    pub(super) fn known(&self) -> Option<(SessionId, Secret)> {
+    pub(super) fn known(&self) -> Option<Known> {
         self.door.secret().map(|secret| (self.id, secret))
     }
 

@@ -113,9 +113,9 @@ pub struct Options {
     pub verify: Verify,
     /// Whether and when the guest is to run at the destination before all of its pages are there.
     pub post_copy: PostCopy,
-    /// Where to copy what is still to come before the guest runs at the destination without it, so
-    /// that it can be had from there should this host end. The guest stands still meanwhile.
-    /// Nothing may be there; it is removed when all has come, or the guest stays.
+    /// The directory to copy what is still to come to, before the guest runs at the destination
+    /// without it, so that it can be had from there should this host end. The guest stands still
+    /// meanwhile. The copy is removed when all has come, or the guest stays.
     pub post_copy_safe: Option<PathBuf>,
     /// Data channels, at least 1.
     pub channels: u8,

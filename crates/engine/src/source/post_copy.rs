@@ -85,8 +85,9 @@ impl Source<'_> {
 
     /// Copies what is `missing` to where it can be had without this host, if that is wanted.
     pub(super) fn make_safe(&mut self, missing: &[DirtyBitmap]) -> Result<(), EngineError> {
-        let Some(path) = &self.options.post_copy_safe else { return Ok(()) };
+        let Some(directory) = &self.options.post_copy_safe else { return Ok(()) };
         let ((session, secret, _), _) = self.session.known_by();
+        let path = &remainder::place(directory, session);
         let salt = new_salt().map_err(EngineError::Random)?;
         let (handle, interrupt) = (self.handle, self.session.interrupt());
         let mut progress = handle.progress();
@@ -113,13 +114,13 @@ impl Source<'_> {
     /// The copy of what was missing at the destination, where it may still be needed behind a
     /// migration that ended in `state`. Else it is removed.
     pub(super) fn safe_copy(&self, state: State) -> Option<PathBuf> {
-        let path = self.options.post_copy_safe.as_ref()?;
         let ((session, ..), _) = self.session.known_by();
+        let path = remainder::place(self.options.post_copy_safe.as_ref()?, session);
         if state.is_final() {
-            remainder::remove(path, session);
+            remainder::remove(&path);
             return None;
         }
-        remainder::is_of(path, session).then(|| path.clone())
+        path.exists().then_some(path)
     }
 
     /// How the last pages go over.
