@@ -3,6 +3,9 @@
 //!
 //! Invariants: such a file is its owner's alone, is locked while a godwit lives by it, and is
 //! replaced whole. It is gone with its [`Place`], unless that is left to another godwit.
+//!
+//! It is not made durable (fsync(2)): with the host the machine ends of which it tells. Where the
+//! run directory is on a disk, that would take milliseconds in which the guest stands still.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Write};
@@ -74,7 +77,6 @@ impl Place {
             let mut file = options.write(true).create_new(true).mode(0o600).open(&beside)?;
             file.try_lock()?;
             file.write_all(&text)?;
-            file.sync_all()?;
             std::fs::rename(&beside, &self.path)?;
             Ok(file)
         };
