@@ -45,7 +45,7 @@ pub use kvm::{
     clear_dirty_log,
 };
 pub use mappings::{AddressSpace, BlockMapping, Mapped, Mapper, other_mappers, other_writers};
-pub use missing::{MissingMeasures, MissingPages};
+pub use missing::{KnownProcess, MissingMeasures, MissingPages};
 pub use pagemap::{PagemapTracker, kernel_support};
 pub use permission::may_trace;
 #[cfg(feature = "vm-memory")]

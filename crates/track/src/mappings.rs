@@ -148,6 +148,12 @@ impl AddressSpace {
         Ok(Self { pid, maps: maps.map_err(proc_error(pid, "maps"))? })
     }
 
+    /// The process.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
     /// Where `block` is mapped writable, in the order of its pages: a file shared, memory of the
     /// process's own as a whole.
     ///

@@ -50,7 +50,9 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 
 use crate::TrackError;
-use crate::attach::{Approach, Attachment, Kind, attach_filling, attach_own, close_in, take_again};
+use crate::attach::{
+    Approach, Attachment, Kind, LookedAt, attach_filling, attach_own, close_in, take_again,
+};
 use crate::mappings::{AddressSpace, BlockMapping, open_pagemap};
 use crate::uapi::{self, Message};
 
@@ -108,6 +110,48 @@ pub struct MissingPages {
     /// How many threads want the state for what somebody waits for: those that place many pages let
     /// them go first. A mutex by itself is had again by whoever has just let go of it.
     urgent: AtomicUsize,
+}
+
+/// A process of which pages may come to be missing, as it was when it was looked at: what takes
+/// time of [`MissingPages::start`] and can be done before. Nothing of the process is changed.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use godwit_bitmap::DirtyBitmap;
+/// use godwit_memory::RamBlock;
+/// use godwit_track::{Approach, KnownProcess, MissingPages, TrackError};
+///
+/// /// Has `process` wait for all of `block`, which it has mapped since before it was looked at.
+/// fn start(process: &KnownProcess, block: RamBlock) -> Result<MissingPages, TrackError> {
+///     let mut all = DirtyBitmap::new(block.pages());
+///     all.set_all();
+///     MissingPages::start_in(process, Approach::default(), &Arc::new(vec![block]), vec![all])
+/// }
+/// ```
+#[derive(Debug)]
+pub struct KnownProcess {
+    looked_at: LookedAt,
+    space: AddressSpace,
+}
+
+impl KnownProcess {
+    /// Looks at process `pid`.
+    ///
+    /// # Errors
+    /// When it may not be traced, or is none that system calls can be made in.
+    pub fn look_at(pid: i32) -> Result<Self, TrackError> {
+        Ok(Self { looked_at: LookedAt::of(pid)?, space: AddressSpace::of(pid)? })
+    }
+
+    /// What it has mapped.
+    #[must_use]
+    pub fn space(&self) -> &AddressSpace {
+        &self.space
+    }
+
+    fn pid(&self) -> i32 {
+        self.looked_at.pid()
+    }
 }
 
 /// The descriptor that the process keeps.
@@ -171,15 +215,32 @@ impl MissingPages {
         blocks: &Arc<Vec<RamBlock>>,
         missing: Vec<DirtyBitmap>,
     ) -> Result<Self, TrackError> {
-        let mappings = mappings_of(pid, blocks, &missing)?;
+        Self::start_in(&KnownProcess::look_at(pid)?, approach, blocks, missing)
+    }
+
+    /// The same in a process that was looked at before, which takes less time.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn start_in(
+        process: &KnownProcess,
+        approach: Approach,
+        blocks: &Arc<Vec<RamBlock>>,
+        missing: Vec<DirtyBitmap>,
+    ) -> Result<Self, TrackError> {
+        let pid = process.pid();
+        let mappings = mappings_of(pid, &process.space, blocks, &missing)?;
         let ranges = checked_ranges(&mappings, &missing)?;
-        let discarded = private(blocks, &ranges);
-        // Where another userfaultfd is, to discard may take that one's leave; and it is refused
-        // before anything is lost.
-        let is_free = |uffd: BorrowedFd<'_>| are_free(uffd, pid, blocks, &ranges);
-        let (attachment, number) = attach_filling(pid, approach, &discarded, &is_free)?;
+        let stands = AtomicBool::new(false);
+        let to_discard = |uffd: BorrowedFd<'_>| {
+            let held = register_all(uffd, pid, blocks, &ranges)?;
+            stands.store(held.is_empty(), Ordering::Relaxed);
+            Ok(held)
+        };
+        let (attachment, number) = attach_filling(&process.looked_at, approach, &to_discard)?;
         let kept = Kept::There { number, approach };
-        Self::armed(pid, (attachment, kept), blocks, (mappings, ranges), missing)
+        let (kept, stands) = ((attachment, kept), stands.into_inner());
+        Self::armed(pid, kept, blocks, (mappings, ranges), stands, missing)
     }
 
     /// The same for a VMM's own memory: `mappings` tell for each block where it is mapped. Nobody
@@ -202,8 +263,9 @@ impl MissingPages {
         check_kinds(pid, blocks, &missing)?;
         let ranges = checked_ranges(&mappings, &missing)?;
         let attachment = attach_own(Kind::Filling)?;
-        are_free(attachment.userfaultfd(), pid, blocks, &ranges)?;
-        for range in private(blocks, &ranges) {
+        let held = register_all(attachment.userfaultfd(), pid, blocks, &ranges)?;
+        let stands = held.is_empty();
+        for range in held {
             // SAFETY: within the mappings, of which the caller has promised it.
             let discarded = unsafe { discard_own(&range) };
             discarded.map_err(|source| TrackError::Missing { pid, source })?;
@@ -211,7 +273,7 @@ impl MissingPages {
         let kept = attachment.userfaultfd().try_clone_to_owned();
         let kept = kept.map_err(|source| TrackError::Missing { pid, source })?;
         let kept = Kept::Here { number: kept.as_raw_fd(), descriptor: Mutex::new(Some(kept)) };
-        Self::armed(pid, (attachment, kept), blocks, (mappings, ranges), missing)
+        Self::armed(pid, (attachment, kept), blocks, (mappings, ranges), stands, missing)
     }
 
     /// Whether this process can have its own pages awaited, as far as its rights and the kernel go.
@@ -241,7 +303,7 @@ impl MissingPages {
         blocks: &Arc<Vec<RamBlock>>,
         mut missing: Vec<DirtyBitmap>,
     ) -> Result<Self, TrackError> {
-        let mappings = mappings_of(pid, blocks, &missing)?;
+        let mappings = mappings_of(pid, &AddressSpace::of(pid)?, blocks, &missing)?;
         let ranges = ranges_of(&mappings, &missing).into_iter().flatten().collect();
         let attachment = take_again(pid, number)?;
         for (block, awaited) in missing.iter_mut().enumerate() {
@@ -263,17 +325,19 @@ impl MissingPages {
         Ok(taken)
     }
 
-    /// Memory of which what is missing was thrown away, but for that of files.
+    /// Memory of which what is missing was thrown away, but for that of files; with whether all of
+    /// `ranges` is registered still, since there was nothing to throw away.
     fn armed(
         pid: i32,
         kept: (Attachment, Kept),
         blocks: &Arc<Vec<RamBlock>>,
         (mappings, ranges): (Vec<Vec<BlockMapping>>, Vec<Vec<Range<u64>>>),
+        stands: bool,
         awaited: Vec<DirtyBitmap>,
     ) -> Result<Self, TrackError> {
         let all = ranges.iter().flatten().cloned().collect();
         let missing = Self::new(pid, kept, blocks, (mappings, all), awaited)?;
-        if let Err(error) = missing.arm(&ranges) {
+        if let Err(error) = missing.arm(&ranges, stands) {
             // Nobody runs on it: what was registered is taken back, and nothing stays.
             let _ = missing.end();
             return Err(error);
@@ -298,17 +362,23 @@ impl MissingPages {
         Ok(Self { pid, attachment, kept, ram, blocks, ranges, bell, state, urgent })
     }
 
-    /// Lets accesses wait, and makes sure that none came before.
-    fn arm(&self, ranges: &[Vec<Range<u64>>]) -> Result<(), TrackError> {
+    /// Lets accesses wait, and makes sure that none came before. What `stands` registered was seen
+    /// to hold nothing since, but for files.
+    fn arm(&self, ranges: &[Vec<Range<u64>>], stands: bool) -> Result<(), TrackError> {
         let state = self.state();
         for ((block, awaited), ranges) in self.ram.iter().zip(&state.awaited).zip(ranges) {
-            register(self.uffd(), self.pid, block, ranges)?;
+            if !stands {
+                register(self.uffd(), self.pid, block, ranges)?;
+            }
             if is_file(block) {
                 throw_away(block, awaited)?;
             }
         }
         for (block, awaited) in state.awaited.iter().enumerate() {
             let (ram, mappings) = (&self.ram[block], &self.blocks[block]);
+            if stands && !is_file(ram) {
+                continue;
+            }
             let mut intruder = None;
             there(self.pid, ram, mappings, (block, awaited), &mut |run| {
                 let found = awaited.try_for_each_run_in(run, ControlFlow::Break).break_value();
@@ -671,18 +741,37 @@ impl Drop for MissingPages {
     }
 }
 
-/// Whether nobody else has registered `ranges`.
-fn are_free(
+/// Lets accesses to `ranges` wait, and returns what of them is held there of private memory, to be
+/// thrown away: nothing is registered then, as who throws away what is would wait until that is
+/// read.
+///
+/// # Errors
+/// When another userfaultfd has registered any of it: to discard may take that one's leave.
+fn register_all(
     uffd: BorrowedFd<'_>,
     pid: i32,
     blocks: &[RamBlock],
     ranges: &[Vec<Range<u64>>],
-) -> Result<(), TrackError> {
-    for (block, ranges) in blocks.iter().zip(ranges) {
-        register(uffd, pid, block, ranges)?;
-        unregister(uffd, ranges);
+) -> Result<Vec<Range<u64>>, TrackError> {
+    let mut held = Vec::new();
+    for (block, (ram, ranges)) in blocks.iter().zip(ranges).enumerate() {
+        register(uffd, pid, ram, ranges)?;
+        if !is_file(ram) && !ranges.is_empty() {
+            let pagemap = open_pagemap(pid)?;
+            for range in ranges {
+                // One call of the process for all that lies in it, scattered as it may be.
+                let mut all: Option<Range<u64>> = None;
+                mapped_in(pagemap.as_fd(), block, range, &mut |found| {
+                    all = Some(all.as_ref().map_or(found.start, |all| all.start)..found.end);
+                })?;
+                held.extend(all.iter().flat_map(in_pieces));
+            }
+        }
     }
-    Ok(())
+    if !held.is_empty() {
+        ranges.iter().for_each(|ranges| unregister(uffd, ranges));
+    }
+    Ok(held)
 }
 
 /// Lets accesses to `ranges` of `block` wait.
@@ -712,10 +801,10 @@ fn unregister(uffd: BorrowedFd<'_>, ranges: &[Range<u64>]) {
 /// Where the process maps the blocks, of which each has a bitmap of its size.
 fn mappings_of(
     pid: i32,
+    space: &AddressSpace,
     blocks: &[RamBlock],
     missing: &[DirtyBitmap],
 ) -> Result<Vec<Vec<BlockMapping>>, TrackError> {
-    let space = AddressSpace::of(pid)?;
     check_kinds(pid, blocks, missing)?;
     let of_block = |(block, pages): (&RamBlock, &DirtyBitmap)| match lacks(pages) {
         true => space.mappings_of(block),
@@ -806,12 +895,6 @@ fn checked_ranges(
     if runs > most { Err(TrackError::TooManyRuns { runs, most }) } else { Ok(ranges) }
 }
 
-/// Those of `ranges` that are no file's, in pieces to be thrown away.
-fn private(blocks: &[RamBlock], ranges: &[Vec<Range<u64>>]) -> Vec<Range<u64>> {
-    let own = blocks.iter().zip(ranges).filter(|(block, _)| !is_file(block));
-    own.flat_map(|(_, of)| of).flat_map(in_pieces).collect()
-}
-
 /// Throws away what this process has of private memory there.
 ///
 /// # Safety
@@ -839,24 +922,34 @@ fn mapped(
     found: &mut dyn FnMut(PageRun),
 ) -> Result<(), TrackError> {
     let pagemap = open_pagemap(pid)?;
-    let mut regions = [PageRegion::default(); 128];
-    for mapping in mappings {
+    mappings.iter().try_for_each(|mapping| {
         let Hva(start) = mapping.address;
-        let end = start + mapping.pages.count.bytes().0;
-        let mut at = start;
-        while at < end {
-            let scanned = scan(pagemap.as_fd(), Looked::Mapped, at..end, 0, 0, &mut regions);
-            let (count, walked) = scanned.map_err(|source| TrackError::Scan { block, source })?;
-            for region in &regions[..count] {
-                let first = mapping.pages.start.0 + (region.start - start) / PAGE_SIZE;
-                found(PageRun::new(first, (region.end - region.start) / PAGE_SIZE));
-            }
-            if walked <= at {
-                let source = io::Error::other("PAGEMAP_SCAN made no progress");
-                return Err(TrackError::Scan { block, source });
-            }
-            at = walked;
+        let range = start..start + mapping.pages.count.bytes().0;
+        mapped_in(pagemap.as_fd(), block, &range, &mut |range| {
+            let first = mapping.pages.start.0 + (range.start - start) / PAGE_SIZE;
+            found(PageRun::new(first, (range.end - range.start) / PAGE_SIZE));
+        })
+    })
+}
+
+/// Reports the parts of `range`, in a block, that have an entry in the page tables.
+fn mapped_in(
+    pagemap: BorrowedFd<'_>,
+    block: usize,
+    range: &Range<u64>,
+    found: &mut dyn FnMut(Range<u64>),
+) -> Result<(), TrackError> {
+    let mut regions = [PageRegion::default(); 128];
+    let mut at = range.start;
+    while at < range.end {
+        let scanned = scan(pagemap, Looked::Mapped, at..range.end, 0, 0, &mut regions);
+        let (count, walked) = scanned.map_err(|source| TrackError::Scan { block, source })?;
+        regions[..count].iter().for_each(|region| found(region.start..region.end));
+        if walked <= at {
+            let source = io::Error::other("PAGEMAP_SCAN made no progress");
+            return Err(TrackError::Scan { block, source });
         }
+        at = walked;
     }
     Ok(())
 }

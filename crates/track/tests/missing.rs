@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use godwit_bitmap::DirtyBitmap;
 use godwit_memory::{ProcessBacking, RamBlock};
-use godwit_track::{Approach, BlockMapping, MissingPages, TrackError};
+use godwit_track::{Approach, BlockMapping, KnownProcess, MissingPages, TrackError};
 use godwit_units::{Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 
@@ -382,6 +382,68 @@ fn every_missing_page_comes_to_whoever_accesses_it_in(kind: Kind) {
     }
     assert!(!process.flags().iter().any(|flag| flag == "um"), "still registered");
     assert_eq!(process.userfaultfds(), 0);
+}
+
+/// A process that has used nothing of its memory yet, or parts of it, is where most guests come to.
+#[test]
+fn missing_pages_need_not_be_there_before() {
+    KINDS.into_iter().for_each(missing_pages_need_not_be_there_before_in);
+}
+
+fn missing_pages_need_not_be_there_before_in(kind: Kind) {
+    for stored in [&[][..], &[600], &[600, 602, 700], &[100, 701]] {
+        let mut process = Process::start(kind);
+        assert_eq!(process.role.ask(&format!("discard 0 {PAGES}")), "0");
+        for page in stored {
+            process.role.tell(&format!("store {page}"));
+        }
+        let runs = [PageRun::new(100, 1), PageRun::new(600, 101), PageRun::new(PAGES - 1, 1)];
+        let Some(missing) = process.await_pages(&runs) else { return };
+        let pages = [100, 600, 601, 602, 603, 699, 700, PAGES - 1];
+        for page in pages {
+            process.role.tell(&format!("read {page}"));
+        }
+        std::thread::sleep(Duration::from_millis(50));
+        for page in pages {
+            assert_eq!(process.result(page), "waits", "page {page}, {stored:?} stored");
+        }
+        missing.place(0, PageIndex(100), &new_pages(100, 1)).unwrap();
+        missing.place(0, PageIndex(600), &new_pages(600, 101)).unwrap();
+        missing.place(0, PageIndex(PAGES - 1), &new_pages(PAGES - 1, 1)).unwrap();
+        for page in pages {
+            assert_eq!(process.await_result(page), NEW + page);
+        }
+        process.role.tell("read 99");
+        assert_eq!(process.await_result(99), 0, "what is not missing");
+        missing.finish().unwrap();
+        assert_eq!(process.userfaultfds(), 0);
+    }
+}
+
+#[test]
+fn a_process_that_was_looked_at_before_may_have_changed_since() {
+    let mut process = Process::start(Kind::Own);
+    let pid = process.role.pid();
+    let known = match KnownProcess::look_at(pid) {
+        Err(TrackError::NotPermitted { .. }) => return,
+        known => known.unwrap(),
+    };
+    let ram = Arc::new(vec![process.block()]);
+    let pages = || vec![bitmap(&[PageRun::new(100, 50)])];
+    // Threads, and with them stacks.
+    (0..20).for_each(|page| process.role.tell(&format!("read {page}")));
+    match MissingPages::start_in(&known, Approach::default(), &ram, pages()) {
+        Err(TrackError::NoKernelFaults { .. }) => return,
+        started => {
+            let missing = started.unwrap();
+            missing.place(0, PageIndex(100), &new_pages(100, 50)).unwrap();
+            missing.finish().unwrap();
+        }
+    }
+    process.role.kill();
+    // Nobody is taken for it who has its number.
+    let error = MissingPages::start_in(&known, Approach::default(), &ram, pages()).unwrap_err();
+    assert!(error.to_string().contains("looking whether it lives"), "{error}");
 }
 
 /// The promise that all else stands on.

@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process};
+use procfs::process::{MMPermissions, MMapPath, MemoryMap, MemoryMaps, Process};
 
 use crate::TrackError;
 use crate::permission::not_permitted;
@@ -30,7 +30,7 @@ pub(super) struct Memory {
     pub(super) syscall: u64,
     /// The address of code that calls rt_sigreturn(2).
     pub(super) sigreturn: u64,
-    /// Memory that may be written, as it was before the process was stopped.
+    /// Memory that may be written, as it was when the process was looked at.
     writable: Vec<(u64, u64)>,
 }
 
@@ -46,8 +46,7 @@ impl Memory {
                 io::ErrorKind::PermissionDenied => not_permitted(pid),
                 _ => TrackError::Attach { pid, step: "opening its memory", source },
             })?;
-        let writable = maps.iter().filter(|map| map.perms.contains(MMPermissions::WRITE));
-        let writable = writable.map(|map| map.address).collect();
+        let writable = writable(&maps);
         let code = maps.iter().filter(|map| map.perms.contains(MMPermissions::EXECUTE));
         // Where it is nearly always, and never unloaded, comes first.
         let (libc, other): (Vec<_>, Vec<_>) = code.partition(|map| is_libc(map));
@@ -72,10 +71,18 @@ impl Memory {
         })
     }
 
-    /// Whether `from..to` lies in one mapping that may be written.
-    pub(super) fn is_one_stack(&self, from: u64, to: u64) -> bool {
-        self.writable.iter().any(|&(start, end)| start <= from && to <= end)
+    /// Whether `from..to` lies in one mapping of `process` that may be written. One that it has
+    /// made since it was looked at is looked for anew.
+    pub(super) fn is_one_stack(&self, process: &Process, from: u64, to: u64) -> bool {
+        let holds = |&(start, end): &(u64, u64)| start <= from && to <= end;
+        let look_again = || process.maps().is_ok_and(|maps| writable(&maps).iter().any(holds));
+        self.writable.iter().any(holds) || look_again()
     }
+}
+
+fn writable(maps: &MemoryMaps) -> Vec<(u64, u64)> {
+    let writable = maps.iter().filter(|map| map.perms.contains(MMPermissions::WRITE));
+    writable.map(|map| map.address).collect()
 }
 
 fn is_libc(map: &MemoryMap) -> bool {

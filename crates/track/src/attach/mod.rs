@@ -31,6 +31,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::Duration;
 
 use procfs::process::Process;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 
 pub(crate) use self::sched::become_punctual;
@@ -154,22 +155,25 @@ pub(crate) fn attach_governing(pid: i32, approach: Approach) -> Result<Attachmen
     })
 }
 
-/// Takes a userfaultfd for missing pages out of process `pid`, and throws away what that has at the
-/// addresses of `discarded` once `may_discard` has seen the descriptor. The process keeps a
-/// descriptor itself, whose number is returned: faults wait for an answer as long as it lives.
+/// What is to be thrown away, by who has seen the descriptor.
+type ToDiscard<'a> = dyn Fn(BorrowedFd<'_>) -> Result<Vec<Range<u64>>, TrackError> + Sync + 'a;
+
+/// Takes a userfaultfd for missing pages out of the process that was `looked_at`, and throws away
+/// what that has at the addresses that `to_discard` names when it has seen the descriptor. The
+/// process keeps a descriptor itself, whose number is returned: faults wait for an answer as long
+/// as it lives.
 ///
 /// # Errors
-/// As [`attach_governing`], and those of `may_discard`; nothing was thrown away then.
+/// As [`attach_governing`], and those of `to_discard`; nothing was thrown away then.
 pub(crate) fn attach_filling(
-    pid: i32,
+    looked_at: &LookedAt,
     approach: Approach,
-    discarded: &[Range<u64>],
-    may_discard: &(dyn Fn(BorrowedFd<'_>) -> Result<(), TrackError> + Sync),
+    to_discard: &ToDiscard<'_>,
 ) -> Result<(Attachment, RawFd), TrackError> {
+    let pid = looked_at.pid;
     let inside = |thread: &mut StoppedThread, userfaultfd: &OwnedFd| {
         negotiate(userfaultfd, pid, Kind::Filling)?;
-        may_discard(userfaultfd.as_fd())?;
-        for range in discarded {
+        for range in to_discard(userfaultfd.as_fd())? {
             let advice = libc::MADV_DONTNEED.unsigned_abs().into();
             let arguments = [range.start, range.end - range.start, advice];
             thread
@@ -178,7 +182,7 @@ pub(crate) fn attach_filling(
         }
         Ok(())
     };
-    take_and(pid, Kind::Filling, approach, &inside).map_err(|error| match error {
+    take_and(looked_at, Kind::Filling, approach, &inside).map_err(|error| match error {
         TrackError::Refused { .. } => TrackError::NoKernelFaults { pid },
         error => error,
     })
@@ -213,8 +217,8 @@ pub(crate) fn close_in(pid: i32, number: RawFd, approach: Approach) -> Result<()
     if !has_userfaultfd(pid, number) {
         return Err(failed("finding its userfaultfd")(io::ErrorKind::NotFound.into()));
     }
-    on_own_thread(pid, |process, memory, _| {
-        let mut thread = StoppedThread::stop(pid, process, memory, approach.harmless_filters)?;
+    on_own_thread(&LookedAt::of(pid)?, |looked_at| {
+        let mut thread = looked_at.stop(approach)?;
         let closed = thread.call(libc::SYS_close, [number.unsigned_abs().into(), 0, 0]);
         thread.release().map_err(failed("PTRACE_DETACH"))?;
         closed.map(drop).map_err(failed("close(2) in the process"))
@@ -235,7 +239,7 @@ pub fn has_userfaultfd(pid: i32, number: RawFd) -> bool {
 
 /// Has a thread of process `pid` make a userfaultfd, and takes it over.
 fn take(pid: i32, kind: Kind, approach: Approach) -> Result<Attachment, TrackError> {
-    let (attachment, _) = take_and(pid, kind, approach, &|_, _| Ok(()))?;
+    let (attachment, _) = take_and(&LookedAt::of(pid)?, kind, approach, &|_, _| Ok(()))?;
     negotiate(&attachment.userfaultfd, pid, kind)?;
     Ok(attachment)
 }
@@ -246,35 +250,73 @@ type Inside<'a> = dyn Fn(&mut StoppedThread, &OwnedFd) -> Result<(), TrackError>
 /// The same without asking for features, and what else the thread is to do; with the number under
 /// which the process has its own descriptor, if it keeps that.
 fn take_and(
-    pid: i32,
+    looked_at: &LookedAt,
     kind: Kind,
     approach: Approach,
     inside: &Inside<'_>,
 ) -> Result<(Attachment, RawFd), TrackError> {
-    let (userfaultfd, stopped, number) = on_own_thread(pid, |process, memory, pidfd| {
-        take_from(pid, (process, memory, pidfd), kind, approach, inside)
-    })?;
+    let taken = on_own_thread(looked_at, |looked_at| take_from(looked_at, kind, approach, inside));
+    let (userfaultfd, stopped, number) = taken?;
     Ok((Attachment { userfaultfd, stopped }, number))
 }
 
-/// Does what is to be done with process `pid` on a thread of its own: what that traces is let go
-/// when it ends, wherever that is.
-fn on_own_thread<T: Send>(
+/// A process, and where its code and its stacks are. It runs on, and nothing of it was changed. Of
+/// what is known code stays where it is, as nobody unloads the C library; a stack that has grown or
+/// gone since is found out when it is looked for.
+#[derive(Debug)]
+pub(crate) struct LookedAt {
     pid: i32,
-    work: impl FnOnce(&Process, &Memory, &OwnedFd) -> Result<T, TrackError> + Send,
+    process: Process,
+    memory: Memory,
+    pidfd: OwnedFd,
+}
+
+impl LookedAt {
+    /// Looks at process `pid`.
+    ///
+    /// # Errors
+    /// When it may not be traced, or has none of the code that is needed.
+    pub(crate) fn of(pid: i32) -> Result<Self, TrackError> {
+        let failed = |step| move |source: io::Error| TrackError::Attach { pid, step, source };
+        let process =
+            Process::new(pid).map_err(|source| TrackError::Proc { pid, what: "stat", source })?;
+        let memory = Memory::of(pid, &process)?;
+        let raw_pid = Pid::from_raw(pid)
+            .ok_or_else(|| failed("pidfd_open")(io::ErrorKind::InvalidInput.into()))?;
+        let pidfd = rustix::process::pidfd_open(raw_pid, PidfdFlags::empty())
+            .map_err(|errno| failed("pidfd_open")(errno.into()))?;
+        Ok(Self { pid, process, memory, pidfd })
+    }
+
+    pub(crate) fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Stops the main thread.
+    fn stop(&self, approach: Approach) -> Result<StoppedThread, TrackError> {
+        // Another may have its number since it was looked at.
+        let mut ended = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        let polled = poll(&mut ended, Some(&Timespec::default()));
+        if polled.is_ok_and(|count| count > 0) {
+            let (step, source) = ("looking whether it lives", io::ErrorKind::NotFound.into());
+            return Err(TrackError::Attach { pid: self.pid, step, source });
+        }
+        StoppedThread::stop(self.pid, &self.process, &self.memory, approach.harmless_filters)
+    }
+}
+
+/// Does what is to be done with a process on a thread of its own: what that traces is let go when
+/// it ends, wherever that is.
+fn on_own_thread<T: Send>(
+    looked_at: &LookedAt,
+    work: impl FnOnce(&LookedAt) -> Result<T, TrackError> + Send,
 ) -> Result<T, TrackError> {
+    let pid = looked_at.pid;
     let failed = |step| move |source: io::Error| TrackError::Attach { pid, step, source };
-    let process =
-        Process::new(pid).map_err(|source| TrackError::Proc { pid, what: "stat", source })?;
-    let memory = Memory::of(pid, &process)?;
-    let raw_pid = Pid::from_raw(pid)
-        .ok_or_else(|| failed("pidfd_open")(io::ErrorKind::InvalidInput.into()))?;
-    let pidfd = rustix::process::pidfd_open(raw_pid, PidfdFlags::empty())
-        .map_err(|errno| failed("pidfd_open")(errno.into()))?;
     std::thread::scope(|scope| {
         let work = || {
             sched::become_urgent();
-            work(&process, &memory, &pidfd)
+            work(looked_at)
         };
         let thread =
             std::thread::Builder::new().name("attach".to_owned()).spawn_scoped(scope, work);
@@ -286,16 +328,16 @@ fn on_own_thread<T: Send>(
 
 const IN_PROCESS: &str = "userfaultfd(2) in the process";
 
-/// Stops the main thread of `process` and has it make a userfaultfd; with how long it was stopped.
+/// Stops the main thread of a process and has it make a userfaultfd; with how long it was stopped.
 fn take_from(
-    pid: i32,
-    (process, memory, pidfd): (&Process, &Memory, &OwnedFd),
+    looked_at: &LookedAt,
     kind: Kind,
     approach: Approach,
     inside: &Inside<'_>,
 ) -> Result<(OwnedFd, Duration, RawFd), TrackError> {
+    let pid = looked_at.pid;
     let failed = |step| move |source: io::Error| thread::error(pid, step, source);
-    let mut thread = StoppedThread::stop(pid, process, memory, approach.harmless_filters)?;
+    let mut thread = looked_at.stop(approach)?;
     let flags = libc::O_CLOEXEC as u64 | libc::O_NONBLOCK as u64;
     let flags = if kind == Kind::Tracking { flags | UFFD_USER_MODE_ONLY } else { flags };
     let made = match approach.way {
@@ -312,7 +354,8 @@ fn take_from(
         return Err(failed(IN_PROCESS)(io::ErrorKind::TimedOut.into()));
     }
     let taken = made.as_ref().ok().and_then(|&fd| RawFd::try_from(fd).ok()).map(|theirs| {
-        let taken = rustix::process::pidfd_getfd(pidfd, theirs, PidfdGetfdFlags::empty());
+        let taken =
+            rustix::process::pidfd_getfd(&looked_at.pidfd, theirs, PidfdGetfdFlags::empty());
         let done = taken.as_ref().map_or(Ok(()), |taken| inside(&mut thread, taken));
         let closed = match (&taken, &done, kind) {
             (Ok(_), Ok(()), Kind::Filling) => Ok(0),

@@ -108,13 +108,13 @@ impl StoppedThread {
             since: Instant::now(),
             stood: Duration::ZERO,
         };
-        thread.prepare(memory, &status, harmless_filters)?;
+        thread.prepare((process, memory), &status, harmless_filters)?;
         Ok(thread)
     }
 
     fn prepare(
         &mut self,
-        memory: &Memory,
+        (process, memory): (&Process, &Memory),
         status: &str,
         harmless_filters: u32,
     ) -> Result<(), TrackError> {
@@ -128,8 +128,9 @@ impl StoppedThread {
             // In user mode it may be in a restartable sequence (rseq(2)), which the kernel would
             // not abort any more once it has been elsewhere. So it is let run on until it is found
             // in a call, as a main loop nearly always is.
-            let stack_ok = memory.is_one_stack(self.registers.0.rsp - 4096, self.registers.0.rsp);
-            if frame::is_in_call(&self.registers.0) && stack_ok || attempt == TRIES {
+            let rsp = self.registers.0.rsp;
+            let stack_ok = || memory.is_one_stack(process, rsp - 4096, rsp);
+            if frame::is_in_call(&self.registers.0) && stack_ok() || attempt == TRIES {
                 break;
             }
             self.go_on(libc::PTRACE_CONT, 0).map_err(failed("PTRACE_CONT"))?;
@@ -148,7 +149,7 @@ impl StoppedThread {
         let state = self.floating_point().map_err(failed("PTRACE_GETREGSET"))?;
         let frame = Frame::new(&self.registers.0, self.mask, &state, memory.sigreturn)
             .map_err(failed("looking at its registers"))?;
-        if !memory.is_one_stack(frame.address, self.registers.0.rsp) {
+        if !memory.is_one_stack(process, frame.address, self.registers.0.rsp) {
             let source = io::Error::other("there is no room below its stack pointer");
             return Err(error(pid, "looking at its stack", source));
         }
