@@ -16,6 +16,7 @@ use godwit_engine::destination::{self, Received, receive};
 use godwit_engine::handle::{HandleError, MigrationHandle, Own};
 use godwit_engine::report::{Measures, Stage};
 use godwit_engine::source::{Options, PostCopy, Verify, migrate};
+use godwit_engine::vm::Kept;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_policy::{Settings, ThrottleMode};
 use godwit_units::TypedRate;
@@ -222,6 +223,28 @@ fn connections_that_are_lost_meanwhile_are_made_again() {
         assert!(made > 0, "seed {seed}");
         assert!(measures.post_copy.unwrap().resumptions > 0, "seed {seed}: {measures:?}");
     }
+}
+
+/// The source says COMMIT when the destination has loaded.
+#[test]
+fn what_others_would_go_on_by_is_there_before_the_guest_can_run() {
+    let path = |side: &str| {
+        std::env::temp_dir().join(format!("godwit-{}-follow-{side}.json", std::process::id()))
+    };
+    let both = [path("source"), path("destination")];
+    let options = Options { follow_record: Some(both[0].clone()), ..options(PostCopy::Now) };
+    let (record, at) = (both[1].clone(), both.clone());
+    let (seen, see) = std::sync::mpsc::channel();
+    let change = move |destination: &mut Destination| {
+        destination.kept = Some(Kept { record, machine: "it".to_owned() });
+        destination.while_loading = Box::new(move || {
+            seen.send(at.each_ref().map(|path| path.exists())).unwrap();
+        });
+    };
+    let moved = move_over(&options, &handle(), change, Address::clone);
+    moved.came_whole();
+    assert_eq!(see.iter().collect::<Vec<_>>(), [[true, true]]);
+    assert!(both.iter().all(|path| !path.exists()), "they stay");
 }
 
 /// COMMIT or its answer is lost: the source asks over a new connection, over which nobody sends any

@@ -20,6 +20,7 @@ use godwit_engine::vm::{
     VmError,
 };
 use godwit_memory::RamBlock;
+use godwit_track::MissingPages;
 
 use crate::QemuError;
 use crate::compare::{self, Realized};
@@ -29,7 +30,7 @@ use crate::machine::Machine;
 use crate::mark::{INCOMING, record_in};
 use crate::monitor::commands::{Cont, MigrateIncoming, Quit, Stop};
 use crate::monitor::{COMMAND_LIMIT, QmpError, STEP, Seen};
-use crate::post_copy;
+use crate::post_copy::{self, Known};
 use crate::ram::{self, Ram};
 use crate::settings::MigrationSettings;
 use crate::source::{ANNOUNCED, FD_NAME, announce, failure_words, migration_event};
@@ -67,8 +68,10 @@ pub struct QemuDestination {
     announce: Option<u16>,
     /// The guest's memory, where it is that of the source: nothing of it is taken in.
     in_place: Option<Arc<InPlace>>,
-    /// What another godwit goes on by, when pages are awaited.
-    kept: Option<Kept>,
+    /// What was found out for the case that pages come to be missing.
+    known: Option<Known>,
+    /// Pages that are awaited.
+    coming: Option<Arc<MissingPages>>,
 }
 
 /// Where device state is written to.
@@ -152,7 +155,8 @@ impl QemuDestination {
             guard: None,
             owned: false,
             announce: None,
-            kept: None,
+            known: None,
+            coming: None,
         })
     }
 
@@ -375,17 +379,24 @@ impl PostCopyDestination for QemuDestination {
         post_copy::refusal(&mut self.machine, &self.ram)
     }
 
+    fn get_ready(&mut self) {
+        // Whatever stands against it now is found again, and told, if it comes to that.
+        self.known = Known::look_at(self.machine.pid).ok();
+    }
+
     fn await_pages(
         &mut self,
         missing: Vec<DirtyBitmap>,
     ) -> Result<Arc<dyn ArrivingPages>, VmError> {
-        let (pages, kept) = post_copy::await_pages(&mut self.machine, &self.ram, &missing)?;
-        self.kept = Some(kept);
+        let known = self.known.take().map_or_else(|| Known::look_at(self.machine.pid), Ok)?;
+        let pages = known.await_pages(&mut self.machine, &self.ram, &missing)?;
+        (self.known, self.coming) = (Some(known), Some(Arc::clone(&pages)));
         Ok(pages)
     }
 
     fn kept(&self) -> Option<Kept> {
-        self.kept.clone()
+        let (known, pages) = self.known.as_ref().zip(self.coming.as_ref())?;
+        Some(known.kept(pages, &self.ram))
     }
 }
 

@@ -162,11 +162,11 @@ fn at_address(
     found.pop().ok_or(QemuError::NotFollowed { why: "its memory is not where it was" })
 }
 
-/// What [`LeftDestination::open`] reads: where process `pid` has `ram`, and the number of its
-/// userfaultfd.
-pub(crate) fn words(pid: i32, userfaultfd: i32, ram: &[RamBlock]) -> String {
-    let space = AddressSpace::of(pid).ok();
-    let blocks = ram.iter().filter_map(|block| Block::of(block, space.as_ref()?)).collect();
+/// What [`LeftDestination::open`] reads: where in its `space` a process has `ram`, and the number
+/// of its userfaultfd.
+pub(crate) fn words(userfaultfd: i32, (ram, space): (&[RamBlock], &AddressSpace)) -> String {
+    let pid = space.pid();
+    let blocks = ram.iter().filter_map(|block| Block::of(block, space)).collect();
     let started = start_time(pid.unsigned_abs());
     serde_json::to_string(&Written { pid, started, userfaultfd, blocks }).unwrap_or_default()
 }
@@ -421,7 +421,7 @@ mod tests {
         let address = (memory.as_ptr() as u64).next_multiple_of(4096);
         let own = std::process::id().cast_signed();
         let ram = at_address(own, "pc.ram".to_owned(), ByteCount(8192), address).unwrap();
-        let words = words(own, 5, &[ram]);
+        let words = words(5, (&[ram], &AddressSpace::of(own).unwrap()));
         let left = LeftDestination::open(&words).unwrap();
         assert_eq!((left.pid, left.number, left.ram[0].name()), (own, 5, "pc.ram"));
         let mut bytes = [0; 4096];

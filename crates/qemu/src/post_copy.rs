@@ -5,12 +5,13 @@
 //! be its own or a file, which no other process may have mapped: that one would wait for nothing,
 //! and fill holes with zeros.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use godwit_bitmap::DirtyBitmap;
-use godwit_engine::vm::{ArrivingPages, Kept};
+use godwit_engine::vm::Kept;
 use godwit_memory::RamBlock;
-use godwit_track::{Approach, MissingPages, may_trace, other_mappers};
+use godwit_track::{Approach, KnownProcess, MissingPages, may_trace, other_mappers};
 use godwit_units::ByteCount;
 
 use crate::machine::Machine;
@@ -80,21 +81,42 @@ fn other_userfaultfd(pid: i32) -> bool {
     })
 }
 
-/// Throws away what QEMU has of the pages in `missing`, and lets whoever accesses one wait. Returns
-/// what another godwit goes on by, too.
-pub(crate) fn await_pages(
-    machine: &mut Machine,
-    ram: &Arc<Vec<RamBlock>>,
-    missing: &[DirtyBitmap],
-) -> Result<(Arc<dyn ArrivingPages>, Kept), QemuError> {
-    let pid = machine.pid;
-    // Before anything is thrown away.
-    let record = left::record(pid, LACKS)?;
-    let harmless_filters = userfaultfd::own_filters(pid);
-    let pages = userfaultfd::for_faults(machine, |way| {
-        let approach = Approach { way, harmless_filters };
-        MissingPages::start(approach, pid, ram, missing.to_vec())
-    })?;
-    let kept = Kept { record, machine: left::words(pid, pages.number(), ram) };
-    Ok((Arc::new(pages), kept))
+/// A QEMU of which pages may come to be missing, as it is while the guest still runs at the source:
+/// what can be found out by then need not be when it stands still.
+#[derive(Debug)]
+pub(crate) struct Known {
+    process: KnownProcess,
+    record: PathBuf,
+    harmless_filters: u32,
+}
+
+impl Known {
+    /// Looks at process `pid`, and changes nothing there.
+    pub(crate) fn look_at(pid: i32) -> Result<Self, QemuError> {
+        Ok(Self {
+            process: KnownProcess::look_at(pid)?,
+            record: left::record(pid, LACKS)?,
+            harmless_filters: userfaultfd::own_filters(pid),
+        })
+    }
+
+    /// Throws away what QEMU has of the pages in `missing`, and lets whoever accesses one wait.
+    pub(crate) fn await_pages(
+        &self,
+        machine: &mut Machine,
+        ram: &Arc<Vec<RamBlock>>,
+        missing: &[DirtyBitmap],
+    ) -> Result<Arc<MissingPages>, QemuError> {
+        let pages = userfaultfd::for_faults(machine, |way| {
+            let approach = Approach { way, harmless_filters: self.harmless_filters };
+            MissingPages::start_in(&self.process, approach, ram, missing.to_vec())
+        })?;
+        Ok(Arc::new(pages))
+    }
+
+    /// What another godwit goes on by with `pages` of `ram`.
+    pub(crate) fn kept(&self, pages: &MissingPages, ram: &[RamBlock]) -> Kept {
+        let (record, space) = (self.record.clone(), self.process.space());
+        Kept { record, machine: left::words(pages.number(), (ram, space)) }
+    }
 }

@@ -59,8 +59,15 @@ impl Destination<'_> {
         let missing = list.into_missing();
         let runs = runs_of(&missing);
         let pages = vm.await_pages(missing).map_err(EngineError::Vm)?;
-        let kept = vm.kept();
-        self.begin_to_fetch(lanes, pages)?;
+        self.to_be_left = Some(runs);
+        self.begin_to_fetch(lanes, pages)
+    }
+
+    /// Where pages are missing: writes down what another godwit fetches them by. Nobody needs it
+    /// before the source can say that the guest is ours.
+    pub(super) fn write_left(&mut self, lanes: &Lanes) -> Result<(), EngineError> {
+        let Some(runs) = self.to_be_left.take() else { return Ok(()) };
+        let kept = self.vm.post_copy().and_then(|vm| vm.kept());
         if let (Some(kept), Some(record)) = (kept, self.known_by(lanes)) {
             // The connections that there are come from this attempt: no earlier one counts.
             let record = Record { attempt: lanes.placed().0, ..record };

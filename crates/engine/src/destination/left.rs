@@ -1,7 +1,8 @@
 //! What a destination writes down before it runs a guest whose pages are not all here: enough for
 //! another godwit to fetch the rest, should this one be killed.
 //!
-//! Invariant: it is there before the guest can run here, and until the last page has come.
+//! Invariant: it is there before the source hears that the guest could run here, and until the last
+//! page has come.
 
 use std::path::Path;
 
@@ -50,7 +51,7 @@ pub(super) struct Written {
 }
 
 /// First page and number of each run that was missing, by RAM block in our order.
-type Runs = Vec<Vec<(u64, u64)>>;
+pub(super) type Runs = Vec<Vec<(u64, u64)>>;
 
 /// The runs of what is `missing`.
 pub(super) fn runs_of(missing: &[DirtyBitmap]) -> Runs {

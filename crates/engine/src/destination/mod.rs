@@ -43,7 +43,7 @@ use godwit_fingerprints::Key;
 use godwit_memory::RamBlock;
 use godwit_protocol::destination::{Action, Input, State, step};
 use godwit_units::ByteCount;
-use godwit_wire::Message;
+use godwit_wire::{Feature, Message};
 
 use crate::address::Listener;
 use crate::cells::Cells;
@@ -242,8 +242,10 @@ struct Destination<'a> {
     missing: Option<MissingList>,
     /// It has said all of that.
     left: bool,
-    /// What is still to come, from then on, and what another godwit would fetch it by.
+    /// What is still to come, from then on, and what another godwit would fetch it by: to be
+    /// written down, and when it is.
     fetching: Option<Fetching>,
+    to_be_left: Option<left::Runs>,
     followed: Option<Left>,
     /// It goes on for one that was killed, and the source has not come yet; and need not any more.
     unheard: bool,
@@ -311,6 +313,7 @@ impl<'a> Destination<'a> {
             missing: None,
             left: false,
             fetching: None,
+            to_be_left: None,
             followed: None,
             unheard: false,
             gives_up: false,
@@ -518,6 +521,11 @@ impl Destination<'_> {
                 // too late to say so.
                 check_room(&self.ram, self.vm, self.options.overcommit)?;
                 self.loading.prepare(self.vm)?;
+                if self.session.has(Feature::PostCopy)
+                    && let Some(vm) = self.vm.post_copy()
+                {
+                    vm.get_ready();
+                }
                 self.session.say(&Message::Prepared)?;
             }
             (A::SendPrepared, _) => self.session.say(&Message::Prepared)?,
@@ -686,6 +694,8 @@ impl Destination<'_> {
             self.loading.write(&dumps.let_go(), self.vm)?;
         }
         self.loading.end();
+        // While the machine loads.
+        self.write_left(lanes)?;
         self.vm.finish_load().map_err(EngineError::Vm)?;
         self.measures.load = began.elapsed();
         self.dump(DumpStage::Loaded)?;

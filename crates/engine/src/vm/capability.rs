@@ -320,6 +320,12 @@ pub trait PostCopyDestination {
     /// before an offer is accepted, as far as that shows beforehand; changes nothing.
     fn cannot_await(&mut self) -> Option<String>;
 
+    /// Pages may come to be missing: what [`Self::await_pages`] takes time for, and can be done
+    /// before it without changing anything in the machine, is done now, as long as the guest runs
+    /// at the source. Called behind [`DestinationVm::prepare`](super::DestinationVm::prepare);
+    /// [`Self::await_pages`] need not follow.
+    fn get_ready(&mut self) {}
+
     /// Throws away what is here of the pages in `missing`, one bitmap for each block of
     /// [`DestinationVm::ram`](super::DestinationVm::ram), and lets whoever accesses one wait until
     /// it is placed, devices and the kernel among them. Called behind

@@ -22,7 +22,7 @@ use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::Measures;
 use godwit_engine::source::{Options, Verify, migrate};
 use godwit_engine::vm::{
-    ArrivingPages, Ask, Brake, DestinationVm, DiskDestination, DiskVm, PostCopyDestination,
+    ArrivingPages, Ask, Brake, DestinationVm, DiskDestination, DiskVm, Kept, PostCopyDestination,
     RunError, SourceVm, VmError,
 };
 use godwit_engine::{Cancel, EngineError, Failure};
@@ -361,6 +361,10 @@ pub struct Destination {
     pub reads_disks: bool,
     /// Why its guest cannot run before all pages have come, if it cannot.
     pub cannot_await: Option<String>,
+    /// It was told that pages may come to be missing.
+    pub ready: bool,
+    /// What another process would go on by, if one can.
+    pub kept: Option<Kept>,
     /// The pages that come while it runs, and its guest, which reads and writes all of memory.
     pub coming: Option<Arc<Coming>>,
     pub guest: Option<JoinHandle<u64>>,
@@ -393,6 +397,8 @@ impl Destination {
             differs: false,
             reads_disks: true,
             cannot_await: None,
+            ready: false,
+            kept: None,
             coming: None,
             guest: None,
             ended: Arc::default(),
@@ -502,16 +508,26 @@ impl PostCopyDestination for Destination {
         self.cannot_await.clone()
     }
 
+    fn get_ready(&mut self) {
+        assert!(self.coming.is_none(), "too late");
+        self.ready = true;
+    }
+
     fn await_pages(
         &mut self,
         missing: Vec<DirtyBitmap>,
     ) -> Result<Arc<dyn ArrivingPages>, VmError> {
+        assert!(self.ready, "it was not told beforehand");
         let mut found = self.found.lock().unwrap();
         assert!(found.state_bytes == 0, "device state before it is known what is missing");
         found.missing = missing.iter().map(|pages| pages.count().0).sum();
         let coming = Arc::new(Coming::new(&self.ram, missing));
         self.coming = Some(Arc::clone(&coming));
         Ok(coming)
+    }
+
+    fn kept(&self) -> Option<Kept> {
+        self.kept.clone()
     }
 }
 
