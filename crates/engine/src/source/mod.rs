@@ -688,7 +688,6 @@ impl Source<'_> {
                 last.finish_last_round(self, round).map(Some)
             }
             (A::ListMissing(round), S::Switchover(last)) => {
-                self.write_follow_record()?;
                 last.list_missing(self, round).map(Some)
             }
             (A::ServePages, _) => {

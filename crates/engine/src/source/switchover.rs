@@ -42,6 +42,8 @@ impl Switchover {
 
     pub(super) fn stop_guest(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
         if source.leaves {
+            // As much as can be of what the guest would stand still for.
+            source.write_follow_record()?;
             self.urgent = Some(self.copying.connect_urgent(source)?);
         }
         self.copying.lanes().hurry();
@@ -57,6 +59,10 @@ impl Switchover {
     pub(super) fn release_state(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
         if source.options.verify == Verify::No {
             self.relay.hold();
+        }
+        if source.leaves {
+            // No disks move then.
+            return source.vm.begin_release().map_err(EngineError::Vm);
         }
         self.copying.release_state(source)
     }
@@ -124,6 +130,9 @@ impl Switchover {
     pub(super) fn finish_state(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
         let round = source.meter.last_round();
         self.copying.report(source, Stage::Handover, round, false);
+        if source.leaves {
+            source.vm.await_release().map_err(EngineError::Vm)?;
+        }
         let bytes = source.session.await_state(source.vm)?;
         source.meter.state_passed(bytes);
         source.vm.state_saved().map_err(EngineError::Vm)?;

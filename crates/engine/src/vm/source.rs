@@ -60,6 +60,24 @@ pub trait SourceVm {
     /// When the machine refuses.
     fn release_state(&mut self) -> Result<(), VmError>;
 
+    /// The same, with the machine's word for it asked for by [`Self::await_release`], which comes
+    /// next of all that is asked of the machine: more is left to do meanwhile. Where that fails,
+    /// the machine has refused.
+    ///
+    /// # Errors
+    /// As [`Self::release_state`].
+    fn begin_release(&mut self) -> Result<(), VmError> {
+        self.release_state()
+    }
+
+    /// Waits for the end of [`Self::begin_release`].
+    ///
+    /// # Errors
+    /// As [`Self::release_state`].
+    fn await_release(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
     /// Called after the stream has ended: was the state saved completely?
     ///
     /// # Errors

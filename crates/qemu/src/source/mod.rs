@@ -52,7 +52,7 @@ use crate::limits::Limits;
 use crate::machine::{Machine, Reporting};
 use crate::mark::{LEFT, record_in};
 use crate::monitor::commands::{AnnounceSelf, CloseFd, QueryMigrate};
-use crate::monitor::{Event, Monitor, QmpError};
+use crate::monitor::{Event, Monitor, QmpError, Queued};
 use crate::proxmox::ProxmoxVm;
 use crate::ram::{Ram, StateBy, is_same};
 use crate::settings::MigrationSettings;
@@ -121,6 +121,8 @@ pub struct QemuSource {
     held_since: Option<Instant>,
     /// Whether the device state was released, so that a destination may have loaded it.
     released: bool,
+    /// The command that does so, while it was not answered.
+    releasing: Option<Queued>,
     /// The vCPUs' threads, as they were when last asked for.
     vcpus: Vec<i32>,
     throttle: VcpuThrottle,
@@ -264,6 +266,7 @@ impl QemuSource {
             stopping: left.is_some(),
             held_since: None,
             released: left.is_some(),
+            releasing: None,
             left,
         })
     }

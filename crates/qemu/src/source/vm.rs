@@ -144,8 +144,25 @@ impl SourceVm for QemuSource {
             let _ = self.saved_to.take().map(|to| to.send(devices));
             return Ok(());
         }
-        self.machine.qmp.run(&MigrateContinue { state: "pre-switchover" })?;
+        self.begin_release()?;
+        self.await_release()
+    }
+
+    fn begin_release(&mut self) -> Result<(), VmError> {
+        if self.state_by == StateBy::Saving {
+            return self.release_state();
+        }
+        self.released = true;
+        self.releasing =
+            Some(self.machine.qmp.start(&MigrateContinue { state: "pre-switchover" })?);
         Ok(())
+    }
+
+    fn await_release(&mut self) -> Result<(), VmError> {
+        // Until its devices are saved its monitor may answer nothing.
+        let Some(begun) = self.releasing.take() else { return Ok(()) };
+        let limit = self.machine.qmp.limit();
+        Ok(self.machine.qmp.answer(&begun, limit).map(drop)?)
     }
 
     fn state_saved(&mut self) -> Result<(), VmError> {
