@@ -19,6 +19,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
 
 use godwit_bitmap::DirtyBitmap;
 use godwit_codec::is_zero;
@@ -27,7 +28,7 @@ use godwit_tls::{SALT_LEN, Seal, TAG_LEN};
 use godwit_units::{ByteCount, PAGE_SIZE, PageIndex, PageRun};
 use godwit_wire::{Content, Secret, SessionId};
 
-use crate::EngineError;
+use crate::{EngineError, limits, threads};
 
 const MAGIC: &[u8; 8] = b"GODWITRM";
 const VERSION: u32 = 1;
@@ -111,13 +112,19 @@ pub(crate) fn check(directory: &Path) -> Result<(), EngineError> {
     })
 }
 
-/// Removes the copy at `path`, if it is there. What cannot be removed is told.
-pub(crate) fn remove(path: &Path) {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!(%error, path = %path.display(), "a copy of guest memory stays");
-        }
-        _ => {}
+/// Removes the copy at `path`, if it is there. What cannot be removed is told; storage that hangs
+/// is waited for as long as a peer that does not listen.
+pub(crate) fn remove(path: PathBuf) {
+    let (tell, removed) = mpsc::channel();
+    let shown = path.display().to_string();
+    let remover = threads::start("copy", move || {
+        let _ = tell.send(std::fs::remove_file(path));
+    });
+    let removed = remover.is_ok().then(|| removed.recv_timeout(limits::ABORT).ok()).flatten();
+    match removed {
+        Some(Ok(())) => {}
+        Some(Err(error)) if error.kind() == io::ErrorKind::NotFound => {}
+        other => tracing::warn!(path = shown, ?other, "a copy of guest memory stays"),
     }
 }
 
@@ -145,7 +152,8 @@ fn read_head(file: &mut impl Read) -> io::Result<(SessionId, [u8; SALT_LEN])> {
 }
 
 /// Writes the pages of `ram` in `missing`, one bitmap a block, to a copy at `path`, of those who
-/// have the secret. `go_on` is told how much is left, and may end it.
+/// have the secret. `go_on` is told how much is left, also when only bringing it to storage is, and
+/// may end it.
 ///
 /// # Errors
 /// When memory cannot be read or the copy not written, or those of `go_on`. Nothing stays then.
@@ -196,7 +204,11 @@ fn fill(
             writer.zeros(number, at, run.end()).map_err(cannot)?;
         }
     }
-    writer.end().and_then(|file| file.sync_all()).map_err(cannot)
+    let file = writer.end().map_err(cannot)?;
+    go_on(ByteCount::ZERO)?;
+    file.sync_all().map_err(cannot)?;
+    // Nobody may want it any more.
+    go_on(ByteCount::ZERO)
 }
 
 /// Gives what was written `beside` its name.
@@ -455,7 +467,7 @@ mod tests {
         }
         assert_eq!(seen, 201);
         assert_eq!(copy.pages(copy.find(0, PageIndex(4)).unwrap()), (0, PageRun::new(0, 5)));
-        remove(&path);
+        remove(path.clone());
         assert!(!path.exists());
     }
 

@@ -140,7 +140,7 @@ impl Destination<'_> {
             self.measures.total = self.session.elapsed();
             // The source removes it as well, if it is there.
             if let Some((path, _)) = self.copy_is_at() {
-                remainder::remove(&path);
+                remainder::remove(path);
             }
         }
     }

@@ -363,6 +363,8 @@ struct Source<'a> {
     /// What is left may follow when the guest runs at the destination, and does.
     may_leave: bool,
     leaves: bool,
+    /// What was missing then is in a third place as well.
+    copied: bool,
     /// How the connections were lost just now.
     loss: Option<EngineError>,
     /// What another godwit would go on by.
@@ -488,6 +490,7 @@ impl<'a> Source<'a> {
             ending,
             may_leave,
             leaves,
+            copied: false,
             loss,
             record,
             followed: None,

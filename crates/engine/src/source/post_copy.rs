@@ -2,7 +2,10 @@
 //! whether it is possible, and when it is decided.
 
 use std::path::PathBuf;
-use std::time::Instant;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
 
 use godwit_bitmap::DirtyBitmap;
 use godwit_policy::{Decision, PostCopy};
@@ -13,7 +16,7 @@ use godwit_wire::{Feature, Features};
 use super::random::new_salt;
 use super::{Source, Verify};
 use crate::report::Stage;
-use crate::{EngineError, limits, remainder};
+use crate::{EngineError, limits, remainder, threads};
 
 /// `advice` for a guest that does not come to an end, with what post-copy would be like and would
 /// risk, where it is `possible`: what remains follows by this bandwidth.
@@ -29,6 +32,60 @@ pub(super) fn with_post_copy(
             format_duration(time)
         ),
         _ => advice,
+    }
+}
+
+/// A thread that writes a copy. When this is dropped it is to end, and is not waited for.
+struct Writing {
+    left: Arc<AtomicU64>,
+    ends: Arc<AtomicBool>,
+    written: Receiver<Result<(), EngineError>>,
+}
+
+/// What is told how much is left to be written.
+type GoOn<'a> = &'a mut dyn FnMut(ByteCount) -> Result<(), EngineError>;
+
+impl Writing {
+    /// Begins with `all` to be written.
+    fn start(
+        all: ByteCount,
+        write: impl FnOnce(GoOn<'_>) -> Result<(), EngineError> + Send + 'static,
+    ) -> Result<Self, EngineError> {
+        let (left, ends) = (Arc::new(AtomicU64::new(all.0)), Arc::new(AtomicBool::new(false)));
+        let (tell, written) = mpsc::channel();
+        let (tells_left, is_to_end) = (Arc::clone(&left), Arc::clone(&ends));
+        threads::start("copy", move || {
+            let mut go_on = |more: ByteCount| {
+                tells_left.store(more.0, Ordering::Relaxed);
+                match is_to_end.load(Ordering::Relaxed) {
+                    true => Err(EngineError::Cancelled),
+                    false => Ok(()),
+                }
+            };
+            let result = write(&mut go_on);
+            let _ = tell.send(result);
+        })?;
+        Ok(Self { left, ends, written })
+    }
+
+    /// What came of it, if it has ended within `time`.
+    fn within(&self, time: Duration) -> Option<Result<(), EngineError>> {
+        match self.written.recv_timeout(time) {
+            Ok(written) => Some(written),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => Some(Err(EngineError::Panicked("copy"))),
+        }
+    }
+
+    /// How much is left to be written.
+    fn left(&self) -> ByteCount {
+        ByteCount(self.left.load(Ordering::Relaxed))
+    }
+}
+
+impl Drop for Writing {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Relaxed);
     }
 }
 
@@ -83,44 +140,60 @@ impl Source<'_> {
         self.leaves
     }
 
-    /// Copies what is `missing` to where it can be had without this host, if that is wanted.
+    /// Copies what is `missing` to where it can be had without this host, if that is wanted. The
+    /// guest stands still meanwhile, so storage that hangs is not waited for: a thread is.
     pub(super) fn make_safe(&mut self, missing: &[DirtyBitmap]) -> Result<(), EngineError> {
         let Some(directory) = &self.options.post_copy_safe else { return Ok(()) };
         let ((session, secret, _), _) = self.session.known_by();
-        let path = &remainder::place(directory, session);
+        let path = remainder::place(directory, session);
         let salt = new_salt().map_err(EngineError::Random)?;
-        let (handle, interrupt) = (self.handle, self.session.interrupt());
-        let mut progress = handle.progress();
-        let mut told = Instant::now();
-        let report = &mut self.progress;
-        remainder::write(path, (session, secret), salt, (&self.ram, missing), &mut |left| {
-            if interrupt.is_raised() {
+        let stalled = |time| EngineError::Remainder {
+            path: path.clone(),
+            why: format!("the storage has taken nothing for {}", format_duration(time)),
+        };
+        let (ram, missing, to) = (Arc::clone(&self.ram), missing.to_vec(), path.clone());
+        let all = missing.iter().map(|pages| pages.count().bytes()).sum();
+        let writing = Writing::start(all, move |go_on| {
+            remainder::write(&to, (session, secret), salt, (&ram, &missing), go_on)
+        })?;
+        let mut progress = self.handle.progress();
+        let (mut told, mut moved, mut left) = (Instant::now(), Instant::now(), writing.left());
+        loop {
+            if let Some(written) = writing.within(limits::TICK / 4) {
+                self.copied = written.is_ok();
+                return written;
+            }
+            if self.session.interrupt().is_raised() {
                 return Err(EngineError::Interrupted);
             }
-            if told.elapsed() >= limits::ALIVE
-                && let Some(progress) = &mut progress
-            {
+            if std::mem::replace(&mut left, writing.left()) != left {
+                moved = Instant::now();
+            }
+            if moved.elapsed() >= limits::STORAGE {
+                return Err(stalled(limits::STORAGE));
+            }
+            if let Some(progress) = progress.as_mut().filter(|_| told.elapsed() >= limits::ALIVE) {
                 progress.elapsed += told.elapsed();
                 told = Instant::now();
                 (progress.stage, progress.round_ended) = (Stage::StopAndCopy, false);
                 progress.remaining = left;
-                handle.report(progress);
-                report(progress);
+                self.handle.report(progress);
+                (self.progress)(progress);
             }
-            Ok(())
-        })
+        }
     }
 
     /// The copy of what was missing at the destination, where it may still be needed behind a
     /// migration that ended in `state`. Else it is removed.
     pub(super) fn safe_copy(&self, state: State) -> Option<PathBuf> {
+        let directory = self.options.post_copy_safe.as_ref().filter(|_| self.copied)?;
         let ((session, ..), _) = self.session.known_by();
-        let path = remainder::place(self.options.post_copy_safe.as_ref()?, session);
+        let path = remainder::place(directory, session);
         if state.is_final() {
-            remainder::remove(&path);
+            remainder::remove(path);
             return None;
         }
-        path.exists().then_some(path)
+        Some(path)
     }
 
     /// How the last pages go over.
