@@ -305,7 +305,7 @@ fn take_in(
                 security: arguments.security.wish(),
                 reconnect_ms: u64::try_from(arguments.reconnect.as_millis()).unwrap_or(u64::MAX),
                 dump: dump_directory(arguments)?,
-                postcopy_safe: arguments.postcopy_safe.as_deref().map(absolute),
+                postcopy_safe: safe_directory(arguments)?,
                 unconfined: arguments.unconfined,
             };
             let mut listening = |address: &str| {
@@ -483,12 +483,23 @@ fn options(arguments: &Arguments, record: Option<PathBuf>) -> Result<Options, Re
         reconnect: arguments.reconnect,
         record,
         dump: dump_directory(arguments)?,
-        post_copy_safe: arguments.postcopy_safe.clone(),
+        post_copy_safe: safe_directory(arguments)?,
         confined: !arguments.unconfined && godwit_confine::is_available(),
         #[cfg(feature = "test-hooks")]
         faults: arguments.hooks.faults(),
         ..Options::default()
     })
+}
+
+/// The directory that the source copies to what is missing, which has to be there.
+fn safe_directory(arguments: &Arguments) -> Result<Option<PathBuf>, RequestError> {
+    let Some(directory) = &arguments.postcopy_safe else { return Ok(None) };
+    if directory.is_dir() {
+        return Ok(Some(absolute(directory)));
+    }
+    let shown = directory.display();
+    let error = format!("--postcopy-safe {shown}: there is no such directory: mount it first");
+    Err(RequestError::Refused(error.into()))
 }
 
 /// The directory for dumps of the guest's memory, made if it is not there.

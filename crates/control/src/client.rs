@@ -292,7 +292,7 @@ fn lost(
     let kept = stage != Some(Stage::Handover) && ago < FRESH && connection.has_ended();
     let survivor = match (kept, stage) {
         // What had not followed is in the copy.
-        (_, Some(Stage::PostCopy)) if safe => Survivor::Destination,
+        (_, Some(Stage::PostCopy)) if connection.has_ended() && safe => Survivor::Destination,
         // It has ended with it, unless all had.
         (_, Some(Stage::PostCopy)) if connection.has_ended() => Survivor::Lost,
         (true, Some(Stage::PreCopy | Stage::StopAndCopy) | None) => Survivor::Ended,

@@ -39,6 +39,17 @@ pub struct MigrationHandle {
     live: Arc<Mutex<Live>>,
 }
 
+impl Open {
+    /// Whether all is taken; how far it is, if not.
+    fn all(self) -> Result<(), HandleError> {
+        match self {
+            Self::All => Ok(()),
+            Self::Following => Err(HandleError::Follows),
+            Self::Nothing => Err(HandleError::TooLate),
+        }
+    }
+}
+
 /// Settings that can be changed while what is left follows.
 const FOLLOWING: [&str; 2] = ["max-bandwidth", "compression"];
 
@@ -302,9 +313,7 @@ impl MigrationHandle {
     /// When it has begun already, or the downtime would be too long.
     pub fn switch_over(&self, force: bool) -> Result<(), HandleError> {
         let mut live = self.live();
-        if live.takes != Open::All {
-            return Err(HandleError::TooLate);
-        }
+        live.takes.all()?;
         if !force {
             let expected = live.progress.as_ref().and_then(|progress| progress.expected_downtime);
             let expected = expected.ok_or(HandleError::NotYet)?;
@@ -325,9 +334,7 @@ impl MigrationHandle {
     /// When the switchover has begun already, or this is not possible.
     pub fn switch_over_by_post_copy(&self) -> Result<(), HandleError> {
         let mut live = self.live();
-        if live.takes != Open::All {
-            return Err(HandleError::TooLate);
-        }
+        live.takes.all()?;
         match &live.post_copy_refusal {
             Some(None) => {}
             Some(Some(why)) => return Err(HandleError::NoPostCopy(why.clone())),
@@ -535,7 +542,7 @@ mod tests {
         let too_much = typed(&[("max-bandwidth", "1MiB/s"), ("throttle", "off")]);
         assert_eq!(handle.set(&too_much), Err(HandleError::Follows));
         assert!(handle.settings().contains(&("max-bandwidth", "off".to_owned())));
-        assert_eq!(handle.switch_over(true), Err(HandleError::TooLate));
+        assert_eq!(handle.switch_over(true), Err(HandleError::Follows));
         assert_eq!(handle.redirect(None, Some(3)), Ok(()));
         assert_eq!(handle.channels(), Some(3));
     }

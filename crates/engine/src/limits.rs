@@ -35,8 +35,8 @@ pub const WRITE: Duration = Duration::from_secs(20);
 pub const PLACE: Duration = Duration::from_secs(75);
 /// From COMMIT to the word that the guest runs; longer than an adapter waits for its machine.
 pub const RUNNING: Duration = Duration::from_secs(30);
-/// Storage that a copy of what is missing is written to, without any progress: the guest stands
-/// still for it. To bring to storage what the kernel has taken (fsync(2)) is one step.
+/// Storage that a copy of what is missing is written to, without any progress, which is 64 MiB
+/// brought there (fsync(2)): the guest stands still for it.
 pub const STORAGE: Duration = Duration::from_secs(30);
 /// What was written to disks being read back, before the guest is stopped; shorter than a source
 /// waits for an answer.

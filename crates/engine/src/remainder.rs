@@ -20,12 +20,13 @@ use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
+use std::time::Duration;
 
 use godwit_bitmap::DirtyBitmap;
 use godwit_codec::is_zero;
 use godwit_memory::{DataHint, RamBlock};
 use godwit_tls::{SALT_LEN, Seal, TAG_LEN};
-use godwit_units::{ByteCount, PAGE_SIZE, PageIndex, PageRun};
+use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use godwit_wire::{Content, Secret, SessionId};
 
 use crate::{EngineError, limits, threads};
@@ -36,6 +37,10 @@ const FILE_HEAD: usize = 8 + 4 + SALT_LEN + 16;
 const PART_HEAD: usize = 1 + 4 + 8 + 8;
 /// Pages in a part with data: who waits for one waits for all of its part to be read and opened.
 const MOST: u64 = 64;
+/// The same of zeros, which take time to be placed.
+const MOST_ZEROS: u64 = 8192;
+/// Written before it is brought to storage: what is told to be left is not there yet.
+const UNSYNCED: u64 = 64 << 20;
 
 /// By what both sides know a session.
 pub(crate) type Known = (SessionId, Secret);
@@ -75,7 +80,11 @@ impl Head {
         let block = bytes[1..].first_chunk().map_or(0, |block| u32::from_le_bytes(*block));
         let (start, count) = (number(5), number(13));
         start.checked_add(count)?;
-        let fits = kind != Kind::Data || count <= MOST;
+        let fits = match kind {
+            Kind::Data => count <= MOST,
+            Kind::Zero => count <= MOST_ZEROS,
+            Kind::End => true,
+        };
         fits.then_some(Self { kind, block, run: PageRun::new(start, count) })
     }
 
@@ -95,37 +104,50 @@ pub(crate) fn place(directory: &Path, session: SessionId) -> PathBuf {
     directory.join(format!("godwit-{number}.pages"))
 }
 
-/// Makes sure, before anything is sent, that a copy can be made in `directory`.
-///
-/// # Errors
-/// When nothing can.
-pub(crate) fn check(directory: &Path) -> Result<(), EngineError> {
-    let wrong = |why: String| failed(directory, why);
-    match directory.metadata() {
-        Ok(about) if about.is_dir() => {}
-        Ok(_) => return Err(wrong("it is no directory: name one that both hosts have".to_owned())),
-        Err(error) => return Err(wrong(error.to_string())),
-    }
-    let tried = beside(&directory.join("godwit"));
-    create(&tried).and_then(|_| std::fs::remove_file(&tried)).map_err(|error| {
-        wrong(format!("nothing can be written there ({error}): name a directory where it can"))
-    })
+/// What `work` on storage gives, if it does within `time`; storage may hang.
+fn aside<T: Send + 'static>(
+    time: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (tell, done) = mpsc::channel();
+    let worker = threads::start("copy", move || {
+        let _ = tell.send(work());
+    });
+    worker.ok().and_then(|_| done.recv_timeout(time).ok())
 }
 
-/// Removes the copy at `path`, if it is there. What cannot be removed is told; storage that hangs
-/// is waited for as long as a peer that does not listen.
-pub(crate) fn remove(path: PathBuf) {
-    let (tell, removed) = mpsc::channel();
-    let shown = path.display().to_string();
-    let remover = threads::start("copy", move || {
-        let _ = tell.send(std::fs::remove_file(path));
+/// Makes sure, before anything is sent, that a copy can be made at `path`.
+///
+/// # Errors
+/// When none can.
+pub(crate) fn check(path: &Path) -> Result<(), EngineError> {
+    let directory = path.parent().unwrap_or(Path::new("/")).to_owned();
+    let (looked_at, tried) = (directory.clone(), beside(path));
+    let found = aside(limits::CONNECT, move || {
+        if !looked_at.metadata().map_err(|error| error.to_string())?.is_dir() {
+            return Err("it is no directory: name one that both hosts have".to_owned());
+        }
+        create(&tried).and_then(|_| std::fs::remove_file(&tried)).map_err(|error| {
+            format!("nothing can be written there ({error}): name a directory where it can")
+        })
     });
-    let removed = remover.is_ok().then(|| removed.recv_timeout(limits::ABORT).ok()).flatten();
-    match removed {
+    let found = found.unwrap_or_else(|| Err("its storage does not answer".to_owned()));
+    found.map_err(|why| failed(&directory, why))
+}
+
+/// Removes the copy at `path`, if it is there. What cannot be removed is told.
+pub(crate) fn remove(path: PathBuf) {
+    let shown = path.display().to_string();
+    match aside(limits::ABORT, move || std::fs::remove_file(path)) {
         Some(Ok(())) => {}
         Some(Err(error)) if error.kind() == io::ErrorKind::NotFound => {}
         other => tracing::warn!(path = shown, ?other, "a copy of guest memory stays"),
     }
+}
+
+/// Whether there is a copy at `path`, as far as its storage says so.
+pub(crate) fn is_there(path: PathBuf) -> bool {
+    aside(limits::ABORT, move || path.exists()).unwrap_or(false)
 }
 
 /// Where it is written before it is whole.
@@ -182,7 +204,7 @@ fn fill(
     let cannot = |error: io::Error| failed(path, error);
     let mut writer = Writer::begin(file, known, salt).map_err(cannot)?;
     let mut left: ByteCount = missing.iter().map(|pages| pages.count().bytes()).sum();
-    let mut bytes = Vec::new();
+    let (mut told, mut bytes) = (left, Vec::new());
     for (number, (block, missing)) in (0..).zip(ram.iter().zip(missing)) {
         let mut hint = DataHint::default();
         for run in missing.runs() {
@@ -190,6 +212,7 @@ fn fill(
             for data in block.data(run, &mut hint) {
                 let data = data?;
                 writer.zeros(number, at, data.start).map_err(cannot)?;
+                left = left - between(at, data.start);
                 at = data.start;
                 while at < data.end() {
                     let part = PageRun::new(at.0, (data.end().0 - at.0).min(MOST));
@@ -198,17 +221,25 @@ fn fill(
                     writer.pages(number, part.start, &mut bytes).map_err(cannot)?;
                     at = part.end();
                     left = left - part.count.bytes();
-                    go_on(left)?;
+                    if writer.unsynced >= UNSYNCED {
+                        writer.sync().map_err(cannot)?;
+                        told = left;
+                    }
+                    go_on(told)?;
                 }
             }
             writer.zeros(number, at, run.end()).map_err(cannot)?;
+            left = left - between(at, run.end());
         }
     }
-    let file = writer.end().map_err(cannot)?;
-    go_on(ByteCount::ZERO)?;
-    file.sync_all().map_err(cannot)?;
+    writer.end().map_err(cannot)?;
     // Nobody may want it any more.
     go_on(ByteCount::ZERO)
+}
+
+/// The pages from `start` to `end`, none if that is not behind it.
+fn between(start: PageIndex, end: PageIndex) -> ByteCount {
+    PageCount(end.0.saturating_sub(start.0)).bytes()
 }
 
 /// Gives what was written `beside` its name.
@@ -232,6 +263,8 @@ struct Writer {
     file: BufWriter<File>,
     seal: Seal,
     parts: u64,
+    /// Bytes that may not be on storage.
+    unsynced: u64,
 }
 
 impl Writer {
@@ -240,24 +273,33 @@ impl Writer {
         for bytes in [&MAGIC[..], &VERSION.to_le_bytes(), &salt, &session.0] {
             file.write_all(bytes)?;
         }
-        Ok(Self { file, seal: Seal::new(&secret.0, &salt), parts: 0 })
+        Ok(Self { file, seal: Seal::new(&secret.0, &salt), parts: 0, unsynced: 0 })
     }
 
     fn part(&mut self, head: Head, bytes: &mut [u8]) -> io::Result<()> {
         let head = head.to_bytes();
         let tag = self.seal.seal(self.parts, &head, bytes);
         self.parts += 1;
+        self.unsynced += (PART_HEAD + TAG_LEN + bytes.len()) as u64;
         self.file.write_all(&head)?;
         self.file.write_all(&tag)?;
         self.file.write_all(bytes)
     }
 
     fn zeros(&mut self, block: u32, start: PageIndex, end: PageIndex) -> io::Result<()> {
-        if start >= end {
-            return Ok(());
+        let mut at = start.0;
+        while at < end.0 {
+            let run = PageRun::new(at, (end.0 - at).min(MOST_ZEROS));
+            self.part(Head { kind: Kind::Zero, block, run }, &mut [])?;
+            at = run.end().0;
         }
-        let run = PageRun::new(start.0, end.0 - start.0);
-        self.part(Head { kind: Kind::Zero, block, run }, &mut [])
+        Ok(())
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        self.file.flush()?;
+        self.unsynced = 0;
+        self.file.get_ref().sync_data()
     }
 
     /// Whole pages from `start` on, some of which may be zeros.
@@ -277,11 +319,21 @@ impl Writer {
         Ok(())
     }
 
-    fn end(mut self) -> io::Result<File> {
+    fn end(mut self) -> io::Result<()> {
         let run = PageRun::new(self.parts, 0);
         self.part(Head { kind: Kind::End, block: 0, run }, &mut [])?;
-        self.file.into_inner().map_err(io::IntoInnerError::into_error)
+        self.file.flush()?;
+        self.file.get_ref().sync_all()
     }
+}
+
+/// Why a part is not had.
+#[derive(Debug)]
+pub(crate) enum Unread {
+    /// It is not what was written, and never will be.
+    Damaged(EngineError),
+    /// The storage does not give it now, or it cannot be placed now.
+    Failed(EngineError),
 }
 
 /// A copy that is there, to be read by those who have the secret.
@@ -323,23 +375,32 @@ impl Remainder {
             return Err(wrong("it is of another migration"));
         }
         let seal = Seal::new(&secret.0, &salt);
-        // No page is in two parts, and no part without any: so there are no more than pages.
+        // The end first: before it is known to be of who has the secret nothing is made of it.
+        let mut end = [0; PART_HEAD + TAG_LEN];
+        let length = file.get_ref().metadata().map_err(cannot)?.len();
+        let end_at = length.checked_sub(end.len() as u64).filter(|at| *at >= FILE_HEAD as u64);
+        let end_at = end_at.ok_or_else(|| wrong("it is not whole"))?;
+        file.get_ref().read_exact_at(&mut end, end_at).map_err(cannot)?;
+        let (mut head, mut tag) = ([0; PART_HEAD], [0; TAG_LEN]);
+        head.copy_from_slice(&end[..PART_HEAD]);
+        tag.copy_from_slice(&end[PART_HEAD..]);
+        let last = Head::from_bytes(&head).filter(|last| last.kind == Kind::End);
+        let count = last.ok_or_else(|| wrong("it is not whole"))?.run.start.0;
+        if !seal.open(count, &head, &mut [], &tag) {
+            return Err(wrong("it is damaged, or of somebody without the secret"));
+        }
+        // No page is in two parts, and no part without any.
         let mut more: u64 = blocks.iter().sum();
-        let (mut parts, mut at) = (Vec::new(), FILE_HEAD as u64);
-        for number in 0.. {
+        if count > more {
+            return Err(wrong("it is of a machine with other RAM blocks"));
+        }
+        let (mut parts, mut at) = (Vec::with_capacity(count as usize), FILE_HEAD as u64);
+        for number in 0..count {
             let mut bytes = [0; PART_HEAD];
             file.read_exact(&mut bytes).map_err(cannot)?;
             at += PART_HEAD as u64;
-            let head = Head::from_bytes(&bytes).ok_or_else(|| wrong("it is damaged"))?;
-            if head.kind == Kind::End {
-                let mut tag = [0; TAG_LEN];
-                file.read_exact(&mut tag).map_err(cannot)?;
-                let whole = seal.open(number, &bytes, &mut [], &tag) && head.run.start.0 == number;
-                if !whole {
-                    return Err(wrong("it is damaged, or of somebody without the secret"));
-                }
-                break;
-            }
+            let head = Head::from_bytes(&bytes).filter(|head| head.kind != Kind::End);
+            let head = head.ok_or_else(|| wrong("it is damaged"))?;
             let own = order.get(head.block as usize).copied();
             let own = own.filter(|own| head.run.end().0 <= blocks.get(*own).copied().unwrap_or(0));
             let own = own.ok_or_else(|| wrong("it is of a machine with other RAM blocks"))?;
@@ -349,6 +410,9 @@ impl Remainder {
             let behind = TAG_LEN as u64 + head.bytes();
             file.seek_relative(behind.cast_signed()).map_err(cannot)?;
             at += behind;
+        }
+        if at != end_at {
+            return Err(wrong("it is damaged"));
         }
         parts.sort_unstable_by_key(|part| (part.own, part.head.run.start));
         Ok(Self { path: path.to_owned(), file: file.into_inner(), seal, parts })
@@ -378,18 +442,18 @@ impl Remainder {
     ///
     /// # Errors
     /// When it cannot be read, or is not what was written.
-    pub(crate) fn read(&self, part: usize, bytes: &mut Vec<u8>) -> Result<Content, EngineError> {
+    pub(crate) fn read(&self, part: usize, bytes: &mut Vec<u8>) -> Result<Content, Unread> {
         let part = &self.parts[part];
         let mut tag = [0; TAG_LEN];
         bytes.resize(part.head.bytes() as usize, 0);
         let read = self.file.read_exact_at(&mut tag, part.at);
         let read = read.and_then(|()| self.file.read_exact_at(bytes, part.at + TAG_LEN as u64));
-        read.map_err(|error| failed(&self.path, error))?;
+        read.map_err(|error| Unread::Failed(failed(&self.path, error)))?;
         if !self.seal.open(part.number, &part.head.to_bytes(), bytes, &tag) {
             let (start, end) = (part.head.run.start.0, part.head.run.end().0);
             let block = part.own;
             let why = format!("pages {start} to {end} of block {block} are damaged in it");
-            return Err(failed(&self.path, why));
+            return Err(Unread::Damaged(failed(&self.path, why)));
         }
         Ok(if part.head.kind == Kind::Data { Content::Data } else { Content::Zero })
     }
@@ -398,8 +462,6 @@ impl Remainder {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::MetadataExt;
-
-    use godwit_units::PageCount;
 
     use super::*;
 
@@ -502,7 +564,12 @@ mod tests {
         std::fs::write(&path, &hurt).unwrap();
         let (copy, mut bytes) = (open(&path).unwrap(), Vec::new());
         let reads = (0..copy.parts()).map(|part| copy.read(part, &mut bytes));
-        let wrong: Vec<String> = reads.filter_map(|it| it.err().map(|it| it.to_string())).collect();
+        let damaged = |read: Result<Content, Unread>| match read {
+            Err(Unread::Damaged(error)) => Some(error.to_string()),
+            Err(Unread::Failed(error)) => panic!("{error}"),
+            Ok(_) => None,
+        };
+        let wrong: Vec<String> = reads.filter_map(damaged).collect();
         assert_eq!(wrong.len(), 1, "{wrong:?}");
         assert!(wrong[0].contains("are damaged in it"), "{wrong:?}");
         std::fs::remove_file(&path).unwrap();
@@ -519,18 +586,42 @@ mod tests {
         });
         assert!(matches!(ended, Err(EngineError::Cancelled)));
         assert!(!path.exists() && !beside(&path).exists());
-        assert!(left[0] > left[1]);
+        assert_eq!(left, [PageCount(206).bytes(); 2], "none of it is on storage yet");
 
         std::fs::write(&path, "precious").unwrap();
         assert!(write_to(&path).is_err());
         assert_eq!(std::fs::read(&path).unwrap(), b"precious");
-        assert!(check(&path).unwrap_err().to_string().contains("it is no directory"));
+        let within = path.join("copy");
+        assert!(check(&within).unwrap_err().to_string().contains("it is no directory"));
         std::fs::remove_file(&path).unwrap();
-        assert!(check(&path).is_err(), "it is not there");
+        assert!(check(&within).is_err(), "it is not there");
         std::fs::create_dir(&path).unwrap();
-        check(&path).unwrap();
+        check(&within).unwrap();
         assert_eq!(std::fs::read_dir(&path).unwrap().count(), 0);
         std::fs::remove_dir(&path).unwrap();
+    }
+
+    #[test]
+    fn what_is_on_storage_is_not_left_any_more_and_zeros_come_in_parts() {
+        let (path, pages, data) = (place("remainder-large"), 40_000, 17_000);
+        let ram = vec![RamBlock::anonymous("ram", PageCount(pages)).unwrap()];
+        ram[0].write(PageIndex(0), &vec![7; (data * PAGE_SIZE) as usize]).unwrap();
+        let mut missing = vec![DirtyBitmap::new(PageCount(pages))];
+        missing[0].set(PageRun::new(0, pages));
+        let mut left = Vec::new();
+        write(&path, KNOWN, [3; SALT_LEN], (&ram, &missing), &mut |more| {
+            left.push(more);
+            Ok(())
+        })
+        .unwrap();
+        left.dedup();
+        // Mutation: it is brought to storage at the end alone.
+        assert_eq!(left.len(), 3, "{left:?}");
+        assert!(left.is_sorted_by(|more, less| more > less), "{left:?}");
+        let copy = Remainder::open(&path, KNOWN, &[0], &[pages]).unwrap();
+        let (_, run) = copy.pages(copy.find(0, PageIndex(pages - 1)).unwrap());
+        assert!(run.count.0 <= MOST_ZEROS && run.end().0 == pages, "{run:?}");
+        std::fs::remove_file(&path).unwrap();
     }
 
     #[test]

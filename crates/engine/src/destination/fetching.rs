@@ -111,6 +111,7 @@ impl Destination<'_> {
             if told.elapsed() >= limits::ALIVE {
                 told = Instant::now();
                 (self.notice)(&Notice::Fetching { left: fetching.left().bytes() });
+                self.tell_of_copy();
             }
             let until = Instant::now() + LOOK;
             match self.session.words_until(self.vm, until, self.notice)? {
@@ -131,6 +132,7 @@ impl Destination<'_> {
 
     /// Nothing is missing any more: the machine is let go.
     fn let_go(&mut self) {
+        self.copy = None;
         if let Some(mut fetching) = self.fetching.take() {
             match fetching.finish() {
                 Ok(fetched) => self.measures.fetched = Some(fetched),
@@ -150,6 +152,13 @@ impl Destination<'_> {
         let known = self.session.known()?;
         let directory = self.options.post_copy_safe.as_ref()?;
         Some((remainder::place(directory, known.0), known))
+    }
+
+    /// Tells how it stands with the copy, where it is in use.
+    fn tell_of_copy(&mut self) {
+        for told in self.copy.iter().flat_map(FromCopy::told) {
+            (self.notice)(&told);
+        }
     }
 
     /// Begins to take what is missing from the source's copy of it, if there may be one.
@@ -187,12 +196,12 @@ impl Destination<'_> {
     /// it may have come while it was lost. Who goes on for one that was killed may leave off, and
     /// leave it to another, as long as it has not come.
     pub(super) fn await_source_again(&mut self) -> Result<Input, EngineError> {
-        let copy = self.take_from_copy();
+        if self.copy.is_none() {
+            self.copy = self.take_from_copy();
+        }
         let (mut looked, mut left) = (Instant::now(), self.left_to_come());
         loop {
-            for told in copy.iter().flat_map(FromCopy::told) {
-                (self.notice)(&told);
-            }
+            self.tell_of_copy();
             if looked.elapsed() >= limits::ALIVE {
                 looked = Instant::now();
                 let before = std::mem::replace(&mut left, self.left_to_come());

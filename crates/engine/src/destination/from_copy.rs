@@ -4,20 +4,21 @@
 //! Invariant: what is taken from there is what the source would send, since nobody writes its
 //! memory any more. So both may go on at once, and a page that comes twice is placed once.
 
-use std::path::PathBuf;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use godwit_units::PageCount;
 
 use super::Notice;
 use super::arriving::Arriving;
-use crate::remainder::{Known, Remainder};
+use crate::remainder::{Known, Remainder, Unread};
 use crate::{EngineError, limits, threads};
 
-/// Between two attempts to open the copy: the storage may come back.
+/// Between two attempts to read the copy: the storage may come back.
 const AGAIN: Duration = Duration::from_secs(1);
 /// Between two looks at what somebody waits for, when all parts were placed or cannot be.
 const LOOK: Duration = Duration::from_millis(2);
@@ -30,8 +31,8 @@ pub(super) struct Copied {
     pub(super) order: Vec<usize>,
 }
 
-/// A thread that places what is in the copy, until this is dropped. That does not wait for it: the
-/// storage may hang.
+/// A thread that places what is in the copy, whether the source comes back or not, until this is
+/// dropped; that does not wait for it, as the storage may hang.
 pub(super) struct FromCopy {
     stop: Arc<AtomicBool>,
     told: Receiver<Notice>,
@@ -70,68 +71,98 @@ impl Placing {
     }
 
     fn run(&self, tell: &Sender<Notice>) {
-        let Some(copy) = self.open(tell) else { return };
-        let _ = tell.send(Notice::Copy { path: self.copied.path.clone(), why: None });
-        let mut bytes = Vec::new();
-        // Parts that could not be placed: who waits for them goes on waiting.
-        let mut hurt = vec![false; copy.parts()];
-        let mut rest = 0..copy.parts();
-        while !self.is_over() {
-            let wanted = self.arriving.still_wanted();
-            let wanted = wanted.into_iter().filter_map(|(own, page)| copy.find(own, page));
-            let mut parts: Vec<usize> = wanted.filter(|part| !hurt[*part]).collect();
-            parts.dedup();
-            parts.extend(rest.next());
-            if parts.is_empty() {
-                std::thread::sleep(LOOK);
-            }
-            for part in parts {
-                if let Err(error) = self.place(&copy, part, &mut bytes) {
-                    hurt[part] = true;
-                    self.say(tell, &error);
-                }
-            }
+        let mut telling = Telling { tell, path: &self.copied.path, last: None };
+        let mut hurt = BTreeSet::new();
+        while let Some(copy) = self.open(&mut telling) {
+            telling.say(None);
+            let Err(error) = self.place_all(&copy, &mut hurt, &mut telling) else { return };
+            // The storage may come back, and the file under another handle.
+            telling.say(Some(&error));
+            self.pause();
         }
     }
 
-    /// The copy, as soon as it can be opened.
-    fn open(&self, tell: &Sender<Notice>) -> Option<Remainder> {
-        let Copied { path, known, order } = &self.copied;
-        let mut said = None;
+    /// Places what is in `copy`: what somebody waits for first. Parts that are `hurt` are left out,
+    /// and who waits for them goes on waiting.
+    fn place_all(
+        &self,
+        copy: &Remainder,
+        hurt: &mut BTreeSet<usize>,
+        telling: &mut Telling<'_>,
+    ) -> Result<(), EngineError> {
+        let (mut bytes, mut rest) = (Vec::new(), 0..copy.parts());
         while !self.is_over() {
-            match Remainder::open(path, *known, order, self.arriving.blocks()) {
-                Ok(copy) => return Some(copy),
-                Err(error) => {
-                    let words = error.to_string();
-                    if said.as_ref() != Some(&words) {
-                        self.say(tell, &error);
-                        said = Some(words);
+            let wanted = self.arriving.still_wanted();
+            let wanted = wanted.into_iter().filter_map(|(own, page)| copy.find(own, page));
+            let mut parts: Vec<usize> = wanted.filter(|part| !hurt.contains(part)).collect();
+            parts.dedup();
+            if parts.is_empty() {
+                parts.extend(rest.next().filter(|part| !hurt.contains(part)));
+            }
+            if parts.is_empty() && rest.is_empty() {
+                std::thread::sleep(LOOK);
+            }
+            for part in parts {
+                match self.place(copy, part, &mut bytes) {
+                    Ok(()) => {}
+                    Err(Unread::Failed(error)) => return Err(error),
+                    Err(Unread::Damaged(error)) => {
+                        hurt.insert(part);
+                        telling.say(Some(&error));
                     }
                 }
             }
-            let pauses = AGAIN.div_duration_f64(limits::TICK) as u32;
-            (0..pauses).take_while(|_| !self.is_over()).for_each(|_| {
-                std::thread::sleep(limits::TICK);
-            });
+        }
+        Ok(())
+    }
+
+    /// The copy, as soon as it can be opened.
+    fn open(&self, telling: &mut Telling<'_>) -> Option<Remainder> {
+        let Copied { path, known, order } = &self.copied;
+        while !self.is_over() {
+            match Remainder::open(path, *known, order, self.arriving.blocks()) {
+                Ok(copy) => return Some(copy),
+                Err(error) => telling.say(Some(&error)),
+            }
+            self.pause();
         }
         None
     }
 
-    fn place(&self, copy: &Remainder, part: usize, bytes: &mut Vec<u8>) -> Result<(), EngineError> {
+    fn pause(&self) {
+        let until = Instant::now() + AGAIN;
+        while !self.is_over() && Instant::now() < until {
+            std::thread::sleep(limits::TICK);
+        }
+    }
+
+    fn place(&self, copy: &Remainder, part: usize, bytes: &mut Vec<u8>) -> Result<(), Unread> {
         let (own, run) = copy.pages(part);
         if !self.arriving.lacks(own, run) {
             return Ok(());
         }
         let content = copy.read(part, bytes)?;
         // What has come back meanwhile may send it as well, which does no harm.
-        self.arriving.place(own, run, content, bytes)
+        self.arriving.place(own, run, content, bytes).map_err(Unread::Failed)
     }
+}
 
-    fn say(&self, tell: &Sender<Notice>, error: &EngineError) {
-        let why = match error {
+/// Tells how it stands with the copy, when that is not what was told last.
+struct Telling<'a> {
+    tell: &'a Sender<Notice>,
+    path: &'a Path,
+    last: Option<Option<String>>,
+}
+
+impl Telling<'_> {
+    fn say(&mut self, error: Option<&EngineError>) {
+        let why = error.map(|error| match error {
             EngineError::Remainder { why, .. } => why.clone(),
             other => other.to_string(),
-        };
-        let _ = tell.send(Notice::Copy { path: self.copied.path.clone(), why: Some(why) });
+        });
+        if self.last.as_ref() != Some(&why) {
+            let _ = self.tell.send(Notice::Copy { path: self.path.to_owned(), why: why.clone() });
+            self.last = Some(why);
+        }
     }
 }

@@ -59,6 +59,7 @@ use channel::PEER;
 use door::Return;
 use dump::Dumps;
 use fault::MadeUp;
+use from_copy::FromCopy;
 use killed::{Kept, await_killed};
 use lanes::Lanes;
 use loading::Loading;
@@ -246,6 +247,8 @@ struct Destination<'a> {
     /// written down, and when it is.
     fetching: Option<Fetching>,
     to_be_left: Option<left::Runs>,
+    /// The source was lost, and its copy of what is still to come is in use.
+    copy: Option<FromCopy>,
     followed: Option<Left>,
     /// It goes on for one that was killed, and the source has not come yet; and need not any more.
     unheard: bool,
@@ -314,6 +317,7 @@ impl<'a> Destination<'a> {
             left: false,
             fetching: None,
             to_be_left: None,
+            copy: None,
             followed: None,
             unheard: false,
             gives_up: false,

@@ -10,7 +10,7 @@ use crate::handle::MigrationHandle;
 use crate::record::Place;
 use crate::report::{Measures, Progress};
 use crate::vm::SourceVm;
-use crate::{EngineError, Failure, Phase, Survivor, remainder};
+use crate::{EngineError, Failure, Phase, Survivor};
 use godwit_protocol::source::Input;
 
 /// Goes on for a godwit that was killed when the guest of `vm` ran at the destination, or was about
@@ -106,9 +106,7 @@ impl Source<'_> {
         let (common, restarts) = (record.common(), record.restarts());
         self.agreed(common);
         (self.leaves, self.restarts) = (true, restarts);
-        let ((session, ..), _) = self.session.known_by();
-        let safe = self.options.post_copy_safe.as_ref();
-        self.copied = safe.is_some_and(|safe| remainder::place(safe, session).exists());
+        self.copied = self.options.post_copy_safe.is_some();
         Ok(())
     }
 }

@@ -35,8 +35,10 @@ pub(super) fn with_post_copy(
     }
 }
 
-/// A thread that writes a copy. When this is dropped it is to end, and is not waited for.
+/// A thread that writes a copy. When this is dropped before it has ended, it is to end, and nothing
+/// of the copy is to stay; it is not waited for longer than a peer that does not listen.
 struct Writing {
+    path: PathBuf,
     left: Arc<AtomicU64>,
     ends: Arc<AtomicBool>,
     written: Receiver<Result<(), EngineError>>,
@@ -46,13 +48,15 @@ struct Writing {
 type GoOn<'a> = &'a mut dyn FnMut(ByteCount) -> Result<(), EngineError>;
 
 impl Writing {
-    /// Begins with `all` to be written.
+    /// Begins with `all` to be written to `path`.
     fn start(
+        path: PathBuf,
         all: ByteCount,
         write: impl FnOnce(GoOn<'_>) -> Result<(), EngineError> + Send + 'static,
     ) -> Result<Self, EngineError> {
         let (left, ends) = (Arc::new(AtomicU64::new(all.0)), Arc::new(AtomicBool::new(false)));
         let (tell, written) = mpsc::channel();
+        let to = path.clone();
         let (tells_left, is_to_end) = (Arc::clone(&left), Arc::clone(&ends));
         threads::start("copy", move || {
             let mut go_on = |more: ByteCount| {
@@ -63,9 +67,11 @@ impl Writing {
                 }
             };
             let result = write(&mut go_on);
-            let _ = tell.send(result);
+            if tell.send(result).is_err() {
+                let _ = std::fs::remove_file(to);
+            }
         })?;
-        Ok(Self { left, ends, written })
+        Ok(Self { path, left, ends, written })
     }
 
     /// What came of it, if it has ended within `time`.
@@ -86,6 +92,10 @@ impl Writing {
 impl Drop for Writing {
     fn drop(&mut self) {
         self.ends.store(true, Ordering::Relaxed);
+        // Nothing comes any more where it has ended.
+        if let Ok(Ok(())) = self.written.recv_timeout(limits::ABORT) {
+            remainder::remove(self.path.clone());
+        }
     }
 }
 
@@ -117,11 +127,16 @@ impl Source<'_> {
             Some(why) if wanted != PostCopy::Never => {
                 return Err(EngineError::NoPostCopy(why.to_owned()));
             }
-            _ if common.is_none() => {
-                return self.options.post_copy_safe.as_deref().map_or(Ok(()), remainder::check);
-            }
-            _ => self.handle.post_copy_is(why.map(str::to_owned)),
+            _ => {}
         }
+        if let Some(directory) = &self.options.post_copy_safe {
+            let ((session, ..), _) = self.session.known_by();
+            remainder::check(&remainder::place(directory, session))?;
+        }
+        if common.is_none() {
+            return Ok(());
+        }
+        self.handle.post_copy_is(why.map(str::to_owned));
         self.may_leave = why.is_none();
         if wanted == PostCopy::Now {
             // Nothing stands against it, as was seen just now.
@@ -153,7 +168,7 @@ impl Source<'_> {
         };
         let (ram, missing, to) = (Arc::clone(&self.ram), missing.to_vec(), path.clone());
         let all = missing.iter().map(|pages| pages.count().bytes()).sum();
-        let writing = Writing::start(all, move |go_on| {
+        let writing = Writing::start(path.clone(), all, move |go_on| {
             remainder::write(&to, (session, secret), salt, (&ram, &missing), go_on)
         })?;
         let mut progress = self.handle.progress();
@@ -193,7 +208,7 @@ impl Source<'_> {
             remainder::remove(path);
             return None;
         }
-        Some(path)
+        remainder::is_there(path.clone()).then_some(path)
     }
 
     /// How the last pages go over.

@@ -92,7 +92,11 @@ impl Switchover {
                 }
             }
         }
-        source.make_safe(&missing)?;
+        if source.options.post_copy_safe.is_some() {
+            // That may take longer than a monitor keeps an answer.
+            source.vm.await_release().map_err(EngineError::Vm)?;
+            source.make_safe(&missing)?;
+        }
         let urgent = self.urgent.take().ok_or(EngineError::Panicked("main"))?;
         // The destination may ask as soon as it has heard.
         self.serving = Some(Serving::begin(source, missing, self.copying.lanes(), urgent)?);
