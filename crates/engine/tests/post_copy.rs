@@ -172,7 +172,7 @@ fn an_operator_asks_for_it_while_it_runs() {
     let moved = plainly(&options(PostCopy::Never), &handle);
     asker.join().unwrap().unwrap();
     moved.came_whole();
-    assert!(matches!(handle.switch_over_by_post_copy(), Err(HandleError::TooLate)));
+    assert!(matches!(handle.switch_over_by_post_copy(), Err(HandleError::Follows)));
 }
 
 #[test]
