@@ -31,6 +31,10 @@ use godwit_wire::{Content, Secret, SessionId};
 
 use crate::{EngineError, limits, threads};
 
+mod mark;
+
+pub(crate) use mark::Mark;
+
 const MAGIC: &[u8; 8] = b"GODWITRM";
 const VERSION: u32 = 1;
 const FILE_HEAD: usize = 8 + 4 + SALT_LEN + 16;
@@ -114,25 +118,6 @@ fn aside<T: Send + 'static>(
         let _ = tell.send(work());
     });
     worker.ok().and_then(|_| done.recv_timeout(time).ok())
-}
-
-/// Makes sure, before anything is sent, that a copy can be made at `path`.
-///
-/// # Errors
-/// When none can.
-pub(crate) fn check(path: &Path) -> Result<(), EngineError> {
-    let directory = path.parent().unwrap_or(Path::new("/")).to_owned();
-    let (looked_at, tried) = (directory.clone(), beside(path));
-    let found = aside(limits::CONNECT, move || {
-        if !looked_at.metadata().map_err(|error| error.to_string())?.is_dir() {
-            return Err("it is no directory: name one that both hosts have".to_owned());
-        }
-        create(&tried).and_then(|_| std::fs::remove_file(&tried)).map_err(|error| {
-            format!("nothing can be written there ({error}): name a directory where it can")
-        })
-    });
-    let found = found.unwrap_or_else(|| Err("its storage does not answer".to_owned()));
-    found.map_err(|why| failed(&directory, why))
 }
 
 /// Removes the copy at `path`, if it is there. What cannot be removed is told.
@@ -591,14 +576,7 @@ mod tests {
         std::fs::write(&path, "precious").unwrap();
         assert!(write_to(&path).is_err());
         assert_eq!(std::fs::read(&path).unwrap(), b"precious");
-        let within = path.join("copy");
-        assert!(check(&within).unwrap_err().to_string().contains("it is no directory"));
         std::fs::remove_file(&path).unwrap();
-        assert!(check(&within).is_err(), "it is not there");
-        std::fs::create_dir(&path).unwrap();
-        check(&within).unwrap();
-        assert_eq!(std::fs::read_dir(&path).unwrap().count(), 0);
-        std::fs::remove_dir(&path).unwrap();
     }
 
     #[test]

@@ -311,7 +311,8 @@ pub struct RoundMeasures {
 /// use godwit_engine::report::DowntimeParts;
 ///
 /// fn whole(parts: &DowntimeParts) -> Duration {
-///     parts.drain + parts.copy + parts.verify + parts.save + parts.load + parts.handover
+///     let before = parts.drain + parts.copy + parts.verify + parts.safe;
+///     before + parts.save + parts.load + parts.handover
 /// }
 /// assert_eq!(whole(&DowntimeParts::default()), Duration::ZERO);
 /// ```
@@ -326,6 +327,9 @@ pub struct DowntimeParts {
     /// Comparing digests (with --verify).
     #[serde(rename = "verify_ms", with = "milliseconds")]
     pub verify: Duration,
+    /// Copying what the destination lacks to a third place (post-copy).
+    #[serde(rename = "safe_ms", with = "milliseconds", default)]
+    pub safe: Duration,
     /// Saving and sending the device state.
     #[serde(rename = "save_ms", with = "milliseconds")]
     pub save: Duration,

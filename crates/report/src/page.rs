@@ -197,6 +197,7 @@ fn downtime(measures: &Measures) -> String {
         ("devices drained", parts.drain),
         ("last pages", parts.copy),
         ("verified", parts.verify),
+        ("copied to a third place", parts.safe),
         ("device state saved", parts.save),
         ("loaded", parts.load),
         ("handed over", parts.handover),

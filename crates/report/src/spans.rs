@@ -158,11 +158,12 @@ fn add_switchover(spans: &mut Vec<Span>, measures: &Measures) {
     let stopped = runs.saturating_sub(measures.downtime);
     let downtime = spans.len();
     spans.push(Span::new("downtime", Some(0), stopped..runs));
-    let DowntimeParts { drain, copy, verify, save, load, handover } = measures.parts;
+    let DowntimeParts { drain, copy, verify, safe, save, load, handover } = measures.parts;
     let parts = [
         ("drain devices", drain),
         ("last round", copy),
         ("compare digests", verify),
+        ("copy to a third place", safe),
         ("save device state", save),
         ("load device state", load),
         ("hand over", handover),

@@ -284,6 +284,7 @@ pub fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64, width: usize) -
         ("drain", parts.drain),
         ("last pages", parts.copy),
         ("verify", if measures.verified { parts.verify } else { Duration::ZERO }),
+        ("safe", parts.safe),
         ("save", parts.save),
         ("load", parts.load),
         ("handover", parts.handover),

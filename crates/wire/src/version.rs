@@ -143,11 +143,14 @@ pub enum Feature {
     /// The source's operator wants [`Self::PostCopy`]: a destination that cannot refuses, and says
     /// why. Only ever offered, and accepted by nobody.
     PostCopyWanted = 6,
+    /// What a guest lacks is copied to a third place before it runs at the destination, which has
+    /// seen that it has the same storage: one that has not refuses.
+    PostCopySafe = 7,
 }
 
 impl Feature {
     /// Every feature that has a number.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Restart,
         Self::Proof,
         Self::Trial,
@@ -155,6 +158,7 @@ impl Feature {
         Self::PostCopy,
         Self::DiskProof,
         Self::PostCopyWanted,
+        Self::PostCopySafe,
     ];
 
     /// How it is called in reports.
@@ -168,6 +172,7 @@ impl Feature {
             Self::PostCopy => "postcopy",
             Self::DiskProof => "disk-proof",
             Self::PostCopyWanted => "postcopy-wanted",
+            Self::PostCopySafe => "postcopy-safe",
         }
     }
 }
@@ -196,7 +201,8 @@ impl Features {
             | Self::of(Feature::Trial).0
             | Self::of(Feature::DiskPrints).0
             | Self::of(Feature::PostCopy).0
-            | Self::of(Feature::DiskProof).0,
+            | Self::of(Feature::DiskProof).0
+            | Self::of(Feature::PostCopySafe).0,
     );
 
     /// One feature.

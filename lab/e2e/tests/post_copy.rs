@@ -11,8 +11,8 @@ use godwit_e2e::{
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, Ended, GuestConfig, Link, Mount, Movable, QemuBuild, VmConfig, builds_for,
-    builds_in_turn_for, kvm_builds_in_turn_for, skip,
+    Backend, Ended, Frozen, GuestConfig, Link, Mount, Movable, QemuBuild, Running, TestVm,
+    VmConfig, builds_for, builds_in_turn_for, kvm_builds_in_turn_for, skip,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -454,8 +454,7 @@ fn who_follows_at_the_destination_takes_the_rest_from_the_copy_too() -> anyhow::
     let [option, place] = third.option();
     let safe = [option.as_str(), place.as_str()];
     let mut pair = Pair::start(&config(build, Mode::Rate))?;
-    // This one does not know of it.
-    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let (receive, address) = pair.godwit.receive(&pair.destination, &safe)?;
     let options = [SLOW, &["--postcopy", "now"], &safe].concat();
     let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
     migrate.wait_for("the guest to run there", LIMIT, |line| line["stage"] == "post-copy")?;
@@ -488,7 +487,8 @@ fn a_copy_that_cannot_be_made_leaves_the_guest_at_the_source() -> anyhow::Result
     let (file, nothing) = (third.0.join("file"), third.0.join("nothing"));
     std::fs::write(&file, "precious")?;
     // Before anything is sent, and so the destination goes on waiting.
-    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let room = ["--postcopy-safe", &mount.dir().to_string_lossy()];
+    let (receive, address) = pair.godwit.receive(&pair.destination, &room)?;
     for (path, words) in [(&file, "it is no directory"), (&nothing, "No such file")] {
         let safe = ["--postcopy-safe", &path.to_string_lossy()];
         let options = [SLOW, &["--postcopy", "now"], &safe].concat();
@@ -499,8 +499,7 @@ fn a_copy_that_cannot_be_made_leaves_the_guest_at_the_source() -> anyhow::Result
     }
     ensure!(std::fs::read(&file)? == b"precious");
     // Mutation: it is handed over without a copy.
-    let safe = ["--postcopy-safe", &mount.dir().to_string_lossy()];
-    let options = [SLOW, &["--postcopy", "now"], &safe].concat();
+    let options = [SLOW, &["--postcopy", "now"], &room].concat();
     let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
     check_refused(&migrate, 1, &["the copy of what is left", "No space left on device"])?;
     check_untouched(&mut pair.source)?;
@@ -516,8 +515,122 @@ fn a_copy_is_gone_when_all_has_come() -> anyhow::Result<()> {
     let third = Third::new("third-gone")?;
     let [option, place] = third.option();
     let mut pair = Pair::start(&config(build, Mode::Rate))?;
-    let (migrate, receive) = over(&pair, &["--postcopy", "now", &option, &place])?;
-    check_followed(&mut pair, &migrate, &receive)?;
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[&option, &place])?;
+    let options = [SLOW, &["--postcopy", "now", &option, &place]].concat();
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
+    check_followed(&mut pair, &migrate, &receive.wait(LIMIT)?)?;
     ensure!(third.files()? == 0, "the copy stays");
+    // Mutation: the copy counts as the saving of devices.
+    let [safe, save] = ["safe_ms", "save_ms"].map(|part| migrate.last()[part].as_f64());
+    println!("the copy took {safe:?} ms, saving devices {save:?} ms");
+    ensure!(safe > Some(0.0) && safe > save, "{}", migrate.last());
     Ok(())
+}
+
+#[test]
+fn a_destination_that_would_not_find_the_copy_refuses() -> anyhow::Result<()> {
+    // Mutations: it is not looked for; the mark stays.
+    let builds = builds_for("a_destination_that_would_not_find_the_copy_refuses");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let (here, elsewhere) = (Third::new("third-here")?, Third::new("third-elsewhere")?);
+    let [option, place] = here.option();
+    let safe = [option.as_str(), place.as_str()];
+    let mut pair = Pair::start(&config(build, Mode::Rate))?;
+    let other = elsewhere.option();
+    let other = [other[0].as_str(), other[1].as_str()];
+    for (there, words) in [(&[][..], "to receive as well"), (&other, "not the same storage")] {
+        let (receive, address) = pair.godwit.receive(&pair.destination, there)?;
+        let options = [SLOW, &["--postcopy", "after 1"], &safe].concat();
+        let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
+        check_refused(&migrate, 1, &["would not be found here", words])?;
+        check_untouched(&mut pair.source)?;
+        ensure!(here.files()? + elsewhere.files()? == 0, "something stays");
+        receive.signal(Signal::INT)?;
+        drop(receive.wait(LIMIT)?);
+    }
+    Ok(())
+}
+
+/// A move that would make its copy, on storage that hangs.
+struct Hanging {
+    mount: Mount,
+    config: VmConfig,
+    pair: Pair,
+    link: Option<Link>,
+}
+
+impl Hanging {
+    /// None, and a word about it, where that cannot be made.
+    fn new(test: &str) -> anyhow::Result<Option<Self>> {
+        let builds = builds_for(test);
+        let Some(build) = builds.last() else { return Ok(None) };
+        match Mount::on_disk(256 << 20) {
+            Ok(mount) => {
+                let config = config(build, Mode::Rate);
+                let pair = Pair::start(&config)?;
+                Ok(Some(Self { mount, config, pair, link: None }))
+            }
+            Err(why) => {
+                skip(test, format_args!("{why:#}"));
+                Ok(None)
+            }
+        }
+    }
+
+    /// Both commands, as soon as the guest stands still for a copy that comes to nothing.
+    fn start(&mut self) -> anyhow::Result<(Running, Running, Frozen)> {
+        let safe = ["--postcopy-safe", &self.mount.dir().to_string_lossy()];
+        let (receive, address) = self.pair.godwit.receive(&self.pair.destination, &safe)?;
+        let link = self.link.insert(Link::to(&address)?);
+        let options = [SLOW, &["--postcopy", "after 1"], &safe].concat();
+        let migrate = self.pair.godwit.migrate(&self.pair.source, link.address(), &options)?;
+        await_copying(&migrate)?;
+        let frozen = self.mount.freeze()?;
+        let copies = |line: &Value| line["stage"] == "stop-and-copy";
+        migrate.wait_for("the copy to begin", LIMIT, copies)?;
+        ensure!(self.pair.source.status()? != "running", "it does not stand still");
+        Ok((migrate, receive, frozen))
+    }
+
+    /// The guest runs on at the source while the storage still hangs. When that goes on `migrate`
+    /// ends: until then the kernel keeps its thread.
+    fn runs_on(
+        &mut self,
+        (migrate, receive, frozen): (Running, Running, Frozen),
+        (code, words): (i32, &str),
+    ) -> anyhow::Result<()> {
+        migrate.wait_for("its last word", LIMIT, |line| !line["outcome"].is_null())?;
+        self.pair.source.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+        drop(frozen);
+        check_refused(&migrate.wait(LIMIT)?, code, &[words])?;
+        check_untouched(&mut self.pair.source)?;
+        // Where the link was cut it waits for a source that may come back.
+        let _ = receive.signal(Signal::INT);
+        drop(receive.wait(LIMIT)?);
+        // The destination that has given up is gone.
+        self.pair.destination = TestVm::destination(&self.config)?;
+        Ok(())
+    }
+}
+
+#[test]
+fn storage_that_hangs_while_the_copy_is_written_holds_up_nobody() -> anyhow::Result<()> {
+    // Mutations: who writes is waited for; a wish, or a lost link, is not heeded meanwhile.
+    let test = "storage_that_hangs_while_the_copy_is_written_holds_up_nobody";
+    let Some(mut hanging) = Hanging::new(test)? else { return Ok(()) };
+    let (migrate, receive, frozen) = hanging.start()?;
+    migrate.signal(Signal::INT)?;
+    hanging.runs_on((migrate, receive, frozen), (130, "cancelled"))?;
+    let (migrate, receive, frozen) = hanging.start()?;
+    hanging.link.take().context("no link")?.cut();
+    hanging.runs_on((migrate, receive, frozen), (1, "the connection to the destination broke"))
+}
+
+#[test]
+#[ignore = "takes half a minute: make test-long"]
+fn storage_that_hangs_for_good_is_given_up() -> anyhow::Result<()> {
+    let test = "storage_that_hangs_for_good_is_given_up";
+    let Some(mut hanging) = Hanging::new(test)? else { return Ok(()) };
+    let all = hanging.start()?;
+    hanging.runs_on(all, (1, "the storage has taken nothing for 30s"))
 }

@@ -85,7 +85,7 @@ pub use link::Link;
 pub use machine::Movable;
 pub use memory_group::MemoryGroup;
 pub use microvm::MicroVm;
-pub use mount::Mount;
+pub use mount::{Frozen, Mount};
 pub use nats::{Nats, nats_for};
 pub use net_back_end::NetBackEnd;
 pub use netns::{SlowLink, enter as enter_namespace};

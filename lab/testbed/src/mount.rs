@@ -2,6 +2,7 @@
 //!
 //! Keeps one promise: dropping it unmounts it. Mounting needs root.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,26 +11,48 @@ use anyhow::{Context, ensure};
 
 static COUNT: AtomicU32 = AtomicU32::new(0);
 
-/// A file system that is not on any disk, mounted at a directory of its own.
+/// A file system mounted at a directory of its own.
 #[derive(Debug)]
 pub struct Mount {
     dir: PathBuf,
+    /// The disk that it is on, where it is on one: a sparse file.
+    disk: Option<PathBuf>,
     mounted: bool,
 }
 
 impl Mount {
-    /// Mounts one of the type `kind` with `options`, as mount(8) takes them.
+    /// Mounts one of the type `kind`, that is on no disk, with `options`, as mount(8) takes them.
     ///
     /// # Errors
     /// When the directory cannot be made, or mount(8) refuses.
     pub fn new(kind: &str, options: &str) -> anyhow::Result<Self> {
+        Self::of(kind, options, None)
+    }
+
+    /// Makes an ext4 of so many bytes in a sparse file, and mounts it.
+    ///
+    /// # Errors
+    /// When one of both cannot be done.
+    pub fn on_disk(bytes: u64) -> anyhow::Result<Self> {
+        Self::of("ext4", "loop", Some(bytes))
+    }
+
+    fn of(kind: &str, options: &str, disk: Option<u64>) -> anyhow::Result<Self> {
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let dir =
             std::env::temp_dir().join(format!("godwit-{kind}-{}-{number}", std::process::id()));
         std::fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
-        let mut mount = Self { dir, mounted: false };
-        let arguments = ["-t", kind, "-o", options, "none"];
-        let status = Command::new("mount").args(arguments).arg(&mount.dir).status()?;
+        let disk_path = disk.map(|_| dir.with_extension("disk"));
+        let mut mount = Self { dir, disk: disk_path, mounted: false };
+        if let (Some(path), Some(bytes)) = (&mount.disk, disk) {
+            File::create_new(path)?.set_len(bytes)?;
+            let made = Command::new("mkfs.ext4").arg("-q").arg(path).status();
+            ensure!(made.context("no mkfs.ext4")?.success(), "cannot make an ext4");
+        }
+        let what = mount.disk.as_deref().unwrap_or(Path::new("none"));
+        let mut command = Command::new("mount");
+        command.args(["-t", kind, "-o", options]).arg(what).arg(&mount.dir);
+        let status = command.status()?;
         ensure!(
             status.success(),
             "cannot mount a {kind} at {} (this needs root)",
@@ -44,6 +67,29 @@ impl Mount {
     pub fn dir(&self) -> &Path {
         &self.dir
     }
+
+    /// Storage that hangs: whoever writes to it waits until what this gives is dropped, and cannot
+    /// be killed before (`FIFREEZE`). So that has to go before whoever is awaited.
+    ///
+    /// # Errors
+    /// When fsfreeze(8) refuses.
+    pub fn freeze(&self) -> anyhow::Result<Frozen> {
+        let status = Command::new("fsfreeze").arg("--freeze").arg(&self.dir).status();
+        ensure!(status.context("no fsfreeze")?.success(), "fsfreeze refuses");
+        Ok(Frozen { dir: self.dir.clone() })
+    }
+}
+
+/// A file system to which nobody can write until this is dropped.
+#[derive(Debug)]
+pub struct Frozen {
+    dir: PathBuf,
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        let _ = Command::new("fsfreeze").arg("--unfreeze").arg(&self.dir).status();
+    }
 }
 
 impl Drop for Mount {
@@ -52,6 +98,9 @@ impl Drop for Mount {
             let _ = Command::new("umount").arg(&self.dir).stderr(Stdio::null()).status();
         }
         let _ = std::fs::remove_dir(&self.dir);
+        if let Some(disk) = &self.disk {
+            let _ = std::fs::remove_file(disk);
+        }
     }
 }
 

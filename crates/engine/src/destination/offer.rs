@@ -14,6 +14,7 @@ use super::layout;
 use super::session::Session;
 use super::{Notice, Options};
 use crate::compression::Codecs;
+use crate::remainder::Mark;
 use crate::vm::{Ask, DestinationVm};
 use crate::{EngineError, limits};
 
@@ -136,6 +137,9 @@ fn compare(
         let words = format!("the guest cannot run here before all of its pages have come: {why}");
         return Err(EngineError::Layout(words));
     }
+    if session.common_features(offer.features).contains(Feature::PostCopySafe) {
+        find_safe_place(session, options).map_err(EngineError::Layout)?;
+    }
     let disks = layout::disks(offer).map_err(EngineError::Layout)?;
     if let (true, Some(disk)) = (options.disks.is_none(), disks.first()) {
         // The adapter, which knows all names of a disk, need not be asked.
@@ -160,6 +164,15 @@ fn cannot_await(vm: &mut dyn DestinationVm, options: &Options) -> Option<String>
         Some(vm) => vm.cannot_await(),
         None => Some("this kind of machine has no post-copy".to_owned()),
     }
+}
+
+/// Makes sure that the copy which the source makes of what is missing would be found here.
+fn find_safe_place(session: &Session<'_>, options: &Options) -> Result<(), String> {
+    let found = match &options.post_copy_safe {
+        Some(directory) => Mark::find(directory, session.id()),
+        None => Err("it was not said where; give --postcopy-safe to receive as well".to_owned()),
+    };
+    found.map_err(|why| format!("the copy in a third place would not be found here: {why}"))
 }
 
 /// What cannot be done here is left out of what the session has.

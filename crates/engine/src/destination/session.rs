@@ -183,6 +183,11 @@ impl<'a> Session<'a> {
         self.door.secret().map(|secret| (self.id, secret))
     }
 
+    /// The session's number.
+    pub(super) fn id(&self) -> SessionId {
+        self.id
+    }
+
     /// What another godwit would know the source by, if it may come back, and this one was killed;
     /// without what is not the session's to know.
     pub(super) fn known_by(&self) -> Option<Record> {

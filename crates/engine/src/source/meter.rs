@@ -13,7 +13,9 @@ use godwit_wire::Version;
 use super::common::Common;
 use super::speed::Losses;
 use crate::limits;
-use crate::report::{Audit, DiskMeasures, Measures, PostCopyMeasures, RoundMeasures};
+use crate::report::{
+    Audit, DiskMeasures, DowntimeParts, Measures, PostCopyMeasures, RoundMeasures,
+};
 
 /// In the first moments of the first round looks come more often: what is hot is best left before
 /// it is sent.
@@ -26,6 +28,7 @@ pub(super) enum Part {
     Drain,
     Copy,
     Verify,
+    Safe,
     Save,
     Load,
     Handover,
@@ -203,6 +206,8 @@ impl Meter {
     pub(super) fn guest_stopped(&mut self, at: Instant) {
         (self.stopped, self.mark) = (Some(at), at);
         self.measures.tracked = at.saturating_duration_since(self.started + self.measures.setup);
+        // Those of a stop behind which it ran on at the source say nothing.
+        self.measures.parts = DowntimeParts::default();
         self.part_ended(Part::Drain);
     }
 
@@ -215,10 +220,11 @@ impl Meter {
             Part::Drain => &mut parts.drain,
             Part::Copy => &mut parts.copy,
             Part::Verify => &mut parts.verify,
+            Part::Safe => &mut parts.safe,
             Part::Save => &mut parts.save,
             Part::Load => &mut parts.load,
             Part::Handover => &mut parts.handover,
-        } = time;
+        } += time;
     }
 
     /// The audit has found nothing wrong.
@@ -293,12 +299,19 @@ mod tests {
         // The vCPUs stopped a while ago: what passed since is the first part.
         let stopped = Instant::now() - Duration::from_millis(30);
         meter.guest_stopped(stopped);
-        for part in [Part::Copy, Part::Verify, Part::Save, Part::Load, Part::Handover] {
+        // What is saved while the copy is made counts before it and behind it.
+        let saved = [Part::Save, Part::Safe, Part::Save];
+        for part in [Part::Copy, Part::Verify].into_iter().chain(saved) {
+            std::thread::sleep(Duration::from_millis(2));
+            meter.part_ended(part);
+        }
+        for part in [Part::Load, Part::Handover] {
             std::thread::sleep(Duration::from_millis(2));
             meter.part_ended(part);
         }
         let parts = meter.measures.parts;
-        let all = [parts.drain, parts.copy, parts.verify, parts.save, parts.load, parts.handover];
+        let DowntimeParts { drain, copy, verify, safe, save, load, handover } = parts;
+        let all = [drain, copy, verify, safe, save, load, handover];
         assert!(parts.drain >= Duration::from_millis(30), "{parts:?}");
         assert!(all[1..].iter().all(|part| *part >= Duration::from_millis(2)), "{parts:?}");
         assert_eq!(all.iter().sum::<Duration>(), meter.mark - stopped);

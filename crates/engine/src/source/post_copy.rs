@@ -15,8 +15,9 @@ use godwit_wire::{Feature, Features};
 
 use super::random::new_salt;
 use super::{Source, Verify};
+use crate::remainder::{self, Mark};
 use crate::report::Stage;
-use crate::{EngineError, limits, remainder, threads};
+use crate::{EngineError, limits, threads};
 
 /// `advice` for a guest that does not come to an end, with what post-copy would be like and would
 /// risk, where it is `possible`: what remains follows by this bandwidth.
@@ -119,6 +120,10 @@ impl Source<'_> {
             let words = "the destination does not have it for this VM; --postcopy on-timeout from \
                          the start says why";
             Some(words)
+        } else if self.options.post_copy_safe.is_some()
+            && common.is_some_and(|common| !common.contains(Feature::PostCopySafe))
+        {
+            Some("the destination knows of no copy in a third place; leave out --postcopy-safe")
         } else {
             None
         };
@@ -128,10 +133,6 @@ impl Source<'_> {
                 return Err(EngineError::NoPostCopy(why.to_owned()));
             }
             _ => {}
-        }
-        if let Some(directory) = &self.options.post_copy_safe {
-            let ((session, ..), _) = self.session.known_by();
-            remainder::check(&remainder::place(directory, session))?;
         }
         if common.is_none() {
             return Ok(());
@@ -143,6 +144,17 @@ impl Source<'_> {
             let _ = self.handle.switch_over_by_post_copy();
         }
         Ok(())
+    }
+
+    /// Marks where the copy of what is missing is to be made, if one is wanted, for the destination
+    /// to see that it is the same storage there.
+    ///
+    /// # Errors
+    /// When none can be made.
+    pub(super) fn mark_safe_place(&self) -> Result<Option<Mark>, EngineError> {
+        let Some(directory) = &self.options.post_copy_safe else { return Ok(None) };
+        let ((session, ..), _) = self.session.known_by();
+        Mark::make(directory, session).map(Some)
     }
 
     /// Whether what is left follows, behind `round`, of which the policy makes `decision`: not

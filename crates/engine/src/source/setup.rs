@@ -19,6 +19,7 @@ use super::record::Record;
 use super::{Options, PEER, PostCopy, Source, Verify};
 use crate::compression::Codecs;
 use crate::handle::{MigrationHandle, Own};
+use crate::remainder::Mark;
 use crate::return_proof::prints_seed;
 use crate::vm::SourceVm;
 use crate::{EngineError, limits};
@@ -37,6 +38,8 @@ pub(super) struct Setup {
     pub(super) proves: bool,
     /// What both sides have, as soon as the destination has accepted.
     pub(super) common: Common,
+    /// What the destination knows by where the copy of what is missing is to be made.
+    safe_place: Option<Mark>,
     /// How long it took to connect.
     pub(super) round_trip: Duration,
 }
@@ -60,6 +63,7 @@ impl Setup {
             restarted: false,
             proves: false,
             common,
+            safe_place: None,
             round_trip: Duration::ZERO,
         })
     }
@@ -67,7 +71,9 @@ impl Setup {
     /// Connects and offers the machine, until the destination accepts it.
     pub(super) fn offer(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
         source.allow_post_copy(None)?;
+        self.safe_place = source.mark_safe_place()?;
         self.common = self.present(source, Message::Offer)?;
+        self.safe_place = None;
         source.agreed(self.common);
         source.allow_post_copy(Some(self.common.features))?;
         if !source.options.reconnect.is_zero() {
@@ -109,6 +115,8 @@ impl Setup {
         self.look_at_io(source)?;
         (self.restarted, self.common) = (true, record.common());
         source.allow_post_copy(Some(self.common.features))?;
+        // The destination has seen that it is the same storage; whether it is there still is ours.
+        drop(source.mark_safe_place()?);
         self.use_key(Key::new(prints_seed(record.id(), record.secret())));
         Ok(())
     }
@@ -146,6 +154,9 @@ impl Setup {
         let disks = source.vm.moving_disks();
         let granularity = disks.map_or_else(Vec::new, |vm| vm.disk_granularity());
         let mut features = source.session.version().features();
+        if self.safe_place.is_none() {
+            features = features.without(Feature::PostCopySafe);
+        }
         if features.contains(Feature::PostCopy) && source.options.post_copy != PostCopy::Never {
             features = features.with(Feature::PostCopyWanted);
         }

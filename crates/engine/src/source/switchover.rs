@@ -95,7 +95,9 @@ impl Switchover {
         if source.options.post_copy_safe.is_some() {
             // That may take longer than a monitor keeps an answer.
             source.vm.await_release().map_err(EngineError::Vm)?;
+            source.meter.part_ended(Part::Save);
             source.make_safe(&missing)?;
+            source.meter.part_ended(Part::Safe);
         }
         let urgent = self.urgent.take().ok_or(EngineError::Panicked("main"))?;
         // The destination may ask as soon as it has heard.
