@@ -1,10 +1,15 @@
 //! Faults while the memory of a guest follows it (post-copy): godwits that are killed, and links
 //! that are cut, at random moments; and the same commands once more.
 //!
+//! Some of the guests have a copy of what they lack in a third place: the host that they left may
+//! end, too.
+//!
 //! Keeps two promises: a fault counts as one of post-copy only where pages were missing when it
 //! struck; and behind each move exactly one side has the guest, which has found no damage, and
 //! nothing of godwit's is left.
 
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -34,6 +39,8 @@ pub enum Fault {
     KillBoth,
     /// The link is cut, for so long.
     Cut(Duration),
+    /// The source's host is gone: its VM is killed, and `godwit migrate`.
+    LoseSource,
 }
 
 /// Faults that struck while pages were missing.
@@ -43,6 +50,8 @@ pub struct Counts {
     pub kills: [u32; 2],
     /// Cuts of the link.
     pub cuts: u32,
+    /// Sources that were lost.
+    pub lost: u32,
     /// Faults that struck before or behind.
     pub others: u32,
     /// Moves, and guests that stayed because a fault came before they had left.
@@ -56,19 +65,56 @@ impl Counts {
     pub fn add(&mut self, other: Self) {
         self.kills = [0, 1].map(|side| self.kills[side] + other.kills[side]);
         self.cuts += other.cuts;
+        self.lost += other.lost;
         self.others += other.others;
         self.moves += other.moves;
         self.stayed += other.stayed;
     }
 }
 
-/// A fault of one kind or the other: cuts of one to thirty seconds, as many short ones as long ones
-/// by their logarithm.
-pub fn draw(cuts: bool, rng: &mut Rng) -> Fault {
-    if cuts {
-        return Fault::Cut(Duration::from_secs_f64(30f64.powf(rng.f64())));
+/// Kinds of faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A godwit is killed.
+    Kill,
+    /// The link is cut.
+    Cut,
+    /// The source is lost, of a guest that has a copy.
+    Lose,
+}
+
+/// A fault of one kind: cuts of one to thirty seconds, as many short ones as long ones by their
+/// logarithm.
+pub fn draw(kind: Kind, rng: &mut Rng) -> Fault {
+    match kind {
+        Kind::Kill => [Fault::KillMigrate, Fault::KillReceive, Fault::KillBoth][rng.usize(..3)],
+        Kind::Cut => Fault::Cut(Duration::from_secs_f64(30f64.powf(rng.f64()))),
+        Kind::Lose => Fault::LoseSource,
     }
-    [Fault::KillMigrate, Fault::KillReceive, Fault::KillBoth][rng.usize(..3)]
+}
+
+/// A directory for copies, which goes with this.
+struct Third(PathBuf);
+
+impl Third {
+    fn new() -> anyhow::Result<Self> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("godwit-followed-{}-{number}", std::process::id());
+        let directory = std::env::temp_dir().join(name);
+        std::fs::create_dir(&directory).context("no directory")?;
+        Ok(Self(directory))
+    }
+
+    fn files(&self) -> anyhow::Result<usize> {
+        Ok(std::fs::read_dir(&self.0)?.count())
+    }
+}
+
+impl Drop for Third {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
 }
 
 /// A move in which faults strike.
@@ -79,6 +125,10 @@ struct Move<'a> {
     migrate: Option<Running>,
     receive: Option<Running>,
     counts: Counts,
+    /// Where a copy is made of what is missing, if one is.
+    third: Option<Third>,
+    /// The source was lost.
+    lost: bool,
 }
 
 /// Moves a guest of `config` while `faults` strike, one after the other.
@@ -87,9 +137,13 @@ struct Move<'a> {
 /// What is not as it should be.
 pub fn run(config: &VmConfig, faults: &[Fault], rng: &mut Rng) -> anyhow::Result<Counts> {
     let mut pair = Pair::start(config)?;
-    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let third = faults.contains(&Fault::LoseSource).then(Third::new).transpose()?;
+    let safe = safe(third.as_ref());
+    let safe: Vec<&str> = safe.iter().map(String::as_str).collect();
+    let (receive, address) = pair.godwit.receive(&pair.destination, &safe)?;
     let link = Link::to(&address)?;
-    let migrate = pair.godwit.migrate(&pair.source, link.address(), &options())?;
+    let options = [&options()[..], &safe].concat();
+    let migrate = pair.godwit.migrate(&pair.source, link.address(), &options)?;
     let mut one = Move {
         pair: &mut pair,
         address,
@@ -97,6 +151,8 @@ pub fn run(config: &VmConfig, faults: &[Fault], rng: &mut Rng) -> anyhow::Result
         migrate: Some(migrate),
         receive: Some(receive),
         counts: Counts::default(),
+        third,
+        lost: false,
     };
     for fault in faults {
         std::thread::sleep(BETWEEN.mul_f64(rng.f64()));
@@ -112,13 +168,32 @@ fn options() -> Vec<&'static str> {
     [&SLOW[..], &["now"]].concat()
 }
 
+/// The options of both sides for a copy.
+fn safe(third: Option<&Third>) -> Vec<String> {
+    third.map_or_else(Vec::new, |third| {
+        vec!["--postcopy-safe".to_owned(), third.0.to_string_lossy().into_owned()]
+    })
+}
+
 impl Move<'_> {
     /// Whether pages are missing: the record by which another godwit fetches them is there.
     fn lacks(&self) -> bool {
         follow_records(self.pair)[1] > 0
     }
 
+    /// Whether the source knows that the guest runs there: it may be lost.
+    fn runs_there(&mut self) -> anyhow::Result<bool> {
+        match &self.migrate {
+            Some(migrate) => Ok(migrate.lines().iter().any(|line| line["stage"] == "post-copy")),
+            None => Ok(self.known()? == "follows"),
+        }
+    }
+
     fn is_over(&mut self) -> anyhow::Result<bool> {
+        if self.lost {
+            // It goes when nothing is missing; the record stays for a source that may come back.
+            return Ok(self.third.as_ref().map_or(Ok(0), Third::files)? == 0);
+        }
         // One that was killed may have left something to do.
         let ended = self.migrate.as_ref().is_some_and(Running::has_ended);
         // `recover` waits for the monitor, so it is asked only where nobody is at work.
@@ -127,8 +202,19 @@ impl Move<'_> {
     }
 
     fn strike(&mut self, fault: Fault) -> anyhow::Result<()> {
+        if fault == Fault::LoseSource && (self.lost || !self.runs_there()?) {
+            // A guest that has not left is lost with its VM, whoever moves it.
+            return Ok(());
+        }
         let lacks = self.lacks();
         let kills = match fault {
+            Fault::LoseSource => {
+                self.pair.source.kill();
+                self.lost = true;
+                let counted = if lacks { &mut self.counts.lost } else { &mut self.counts.others };
+                *counted += 1;
+                [true, false]
+            }
             Fault::KillMigrate => [true, false],
             Fault::KillReceive => [false, true],
             Fault::KillBoth => [true, true],
@@ -147,6 +233,7 @@ impl Move<'_> {
             let alive = !killed.has_ended() && killed.signal(Signal::KILL).is_ok();
             drop(killed.wait(LIMIT)?);
             match alive {
+                true if fault == Fault::LoseSource => {}
                 true if lacks => self.counts.kills[side] += 1,
                 true => self.counts.others += 1,
                 false => {}
@@ -163,15 +250,20 @@ impl Move<'_> {
     fn go_on(&mut self) -> anyhow::Result<()> {
         if self.receive.is_none() && self.lacks() && self.pair.destination.is_alive() {
             let there = &self.pair.destination;
-            let (receive, _) = self.pair.godwit.receive_on(&self.address, there, &[])?;
+            let safe = safe(self.third.as_ref());
+            let safe: Vec<&str> = safe.iter().map(String::as_str).collect();
+            let (receive, _) = self.pair.godwit.receive_on(&self.address, there, &safe)?;
             self.receive = Some(receive);
         }
         if self.migrate.is_none()
             && matches!(self.known()?.as_str(), "follows" | "leaves")
             && self.receive.is_some()
         {
-            let to = self.link.address();
-            let migrate = self.pair.godwit.migrate(&self.pair.source, to, &options())?;
+            let safe = safe(self.third.as_ref());
+            let safe = safe.iter().map(String::as_str);
+            let options: Vec<&str> = options().into_iter().chain(safe).collect();
+            let migrate =
+                self.pair.godwit.migrate(&self.pair.source, self.link.address(), &options)?;
             self.migrate = Some(migrate);
         }
         Ok(())
@@ -195,6 +287,10 @@ impl Move<'_> {
             ensure!(Instant::now() < until, "it does not end: {}", self.words());
             std::thread::sleep(LOOK);
         }
+        if self.lost {
+            let words = self.words();
+            return self.saved().context(words);
+        }
         if !self.pair.destination.is_alive() || self.known()? == "runs" {
             return self.stayed();
         }
@@ -211,6 +307,17 @@ impl Move<'_> {
         ensure!(!self.lacks(), "a record is left");
         check_no_userfaultfd(self.pair.destination.pid())?;
         await_quit(&mut self.pair.source)?;
+        self.counts.moves += 1;
+        Ok(self.counts)
+    }
+
+    /// The source was lost, and all that was missing has come, from it or from the copy.
+    fn saved(mut self) -> anyhow::Result<Counts> {
+        let there = &mut self.pair.destination;
+        check_no_userfaultfd(there.pid())?;
+        ensure!(there.status()? == "running", "the guest does not run at the destination");
+        there.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+        ensure!(there.bugs().is_empty(), "{:?}", there.bugs());
         self.counts.moves += 1;
         Ok(self.counts)
     }

@@ -10,7 +10,7 @@ use anyhow::Context;
 use clap::Parser;
 use fastrand::Rng;
 use godwit_bench::report::{Better, Report, machine};
-use godwit_faults::followed::{Counts, draw, run};
+use godwit_faults::followed::{Counts, Kind, draw, run};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, GuestConfig, VmConfig, builds_for, end_children_on_interrupt, kvm_builds_for,
@@ -25,6 +25,9 @@ struct Arguments {
     /// Cuts of the link, of one to thirty seconds, while pages are missing
     #[arg(long, default_value_t = 100)]
     cuts: u32,
+    /// Sources that are lost while pages are missing, of guests with a copy of them
+    #[arg(long, default_value_t = 100)]
+    lost: u32,
     /// Guests at once
     #[arg(long, default_value_t = 4)]
     at_once: u64,
@@ -66,19 +69,23 @@ fn moves(
 ) {
     loop {
         let number = next.fetch_add(1, Ordering::Relaxed);
-        let (kills, cuts, failed) = {
+        let (had, failed) = {
             let state = state.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            (state.kills(), state.counts.cuts, !state.problems.is_empty())
+            let had = [state.kills(), state.counts.cuts, state.counts.lost];
+            (had, !state.problems.is_empty())
         };
-        let wants = [kills < arguments.kills, cuts < arguments.cuts];
-        if interrupted.load(Ordering::Relaxed) || wants == [false; 2] || failed {
+        let wanted = [arguments.kills, arguments.cuts, arguments.lost];
+        let kinds = [Kind::Kill, Kind::Cut, Kind::Lose].into_iter().zip(had.iter().zip(wanted));
+        let kinds: Vec<Kind> =
+            kinds.filter(|(_, (had, wanted))| *had < wanted).map(|(kind, _)| kind).collect();
+        if interrupted.load(Ordering::Relaxed) || kinds.is_empty() || failed {
             return;
         }
         let mut rng = Rng::with_seed(seed.wrapping_mul(1000).wrapping_add(number));
         let faults: Vec<_> = (0..rng.usize(1..=FAULTS))
             .map(|_| {
-                let cuts = wants[1] && (!wants[0] || rng.bool());
-                draw(cuts, &mut rng)
+                let kind = kinds[rng.usize(..kinds.len())];
+                draw(kind, &mut rng)
             })
             .collect();
         let config = &configs[number as usize % configs.len()];
@@ -95,10 +102,11 @@ fn moves(
                 state.problems.push(told);
             }
         }
-        let Counts { moves, stayed, cuts, kills: [source, destination], others } = state.counts;
+        let Counts { moves, stayed, cuts, lost, kills: [source, destination], others } =
+            state.counts;
         println!(
             "{moves} moved, {stayed} stayed; struck: migrate killed {source}, receive killed \
-             {destination}, link cut {cuts}; before or behind {others}"
+             {destination}, link cut {cuts}, source lost {lost}; before or behind {others}"
         );
     }
 }
@@ -129,6 +137,7 @@ fn main() -> anyhow::Result<ExitCode> {
     report.figure("problems", state.problems.clone());
     report.target("kills", f64::from(state.kills()), f64::from(arguments.kills), Better::Higher);
     report.target("cuts", f64::from(state.counts.cuts), f64::from(arguments.cuts), Better::Higher);
+    report.target("lost", f64::from(state.counts.lost), f64::from(arguments.lost), Better::Higher);
     report.target("guests that did not go on", state.problems.len() as f64, 0.0, Better::Lower);
     report.finish()?;
     Ok(if state.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
