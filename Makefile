@@ -113,11 +113,11 @@ defects: guest qemu ## deliberate defects, each a hundred times, and who finds t
 	@$(CARGO) build --package godwit-cli --package godwit-faults --features godwit-cli/test-hooks --bins
 	@target/debug/godwit-defects $(DEFECTS)
 
-# `make faults-postcopy FOLLOWED='--kills 10 --cuts 0'` for a part.
+# `make faults-postcopy FOLLOWED='--kills 10 --cuts 0 --lost 0'` for a part.
 FOLLOWED ?=
 
 .PHONY: faults-postcopy
-faults-postcopy: guest qemu ## kills and cuts at random moments while the memory of guests follows them (FOLLOWED='--kills 10 --cuts 0' for a part)
+faults-postcopy: guest qemu ## kills, cuts and lost sources at random moments while the memory of guests follows them (FOLLOWED='--kills 10 --cuts 0 --lost 0' for a part)
 	@$(CARGO) build --package godwit-cli --package godwit-faults --features godwit-cli/test-hooks --bins
 	@target/debug/godwit-followed $(FOLLOWED)
 

@@ -472,6 +472,7 @@ pub enum NoticeLine {
     },
     /// Names of RAM blocks, and first page and number of each run of pages.
     Lacks {
+        left_bytes: u64,
         missing: Vec<(String, Vec<(u64, u64)>)>,
     },
     Copy {
@@ -569,11 +570,11 @@ impl From<&Notice> for Answer {
             Notice::Severed { why, limit } => {
                 NoticeLine::Severed { why: why.clone(), limit_ms: millis(*limit) }
             }
-            Notice::Lacks { missing } => {
+            Notice::Lacks { all, missing } => {
                 let pair = |run: &PageRun| (run.start.0, run.count.0);
                 let runs = |runs: &[PageRun]| runs.iter().map(pair).collect();
                 let missing = missing.iter().map(|(name, them)| (name.clone(), runs(them)));
-                NoticeLine::Lacks { missing: missing.collect() }
+                NoticeLine::Lacks { left_bytes: all.0, missing: missing.collect() }
             }
             Notice::Copy { path, why } => NoticeLine::Copy { path: path.clone(), why: why.clone() },
             Notice::Resumed { after } => NoticeLine::Resumed { after_ms: millis(*after) },
@@ -614,12 +615,12 @@ impl From<NoticeLine> for Notice {
                 Self::Severed { why, limit: Duration::from_millis(limit_ms) }
             }
             NoticeLine::Fetching { left_bytes } => Self::Fetching { left: ByteCount(left_bytes) },
-            NoticeLine::Lacks { missing } => {
+            NoticeLine::Lacks { left_bytes, missing } => {
                 let runs = |runs: Vec<(u64, u64)>| {
                     runs.into_iter().map(|(start, count)| PageRun::new(start, count)).collect()
                 };
                 let missing = missing.into_iter().map(|(name, them)| (name, runs(them)));
-                Self::Lacks { missing: missing.collect() }
+                Self::Lacks { all: ByteCount(left_bytes), missing: missing.collect() }
             }
             NoticeLine::Copy { path, why } => Self::Copy { path, why },
             NoticeLine::Resumed { after_ms } => {

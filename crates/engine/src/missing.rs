@@ -67,16 +67,21 @@ impl MissingList {
     }
 }
 
-/// The messages that name `missing`, the runs of each block, by `most` runs in all: where there are
-/// more, those that are near each other are joined, and what lies between them is among it.
-pub(crate) fn messages(mut missing: Vec<Vec<PageRun>>, most: usize) -> Vec<Message> {
+/// What is `missing`, the runs of each block, in `most` runs in all: where there are more, those that
+/// are near each other are joined, and what lies between them is among it.
+pub(crate) fn joined(mut missing: Vec<Vec<PageRun>>, most: usize) -> Vec<Vec<PageRun>> {
     let mut gap = 1;
     while missing.iter().map(Vec::len).sum::<usize>() > most {
         missing.iter_mut().for_each(|runs| join(runs, gap));
         gap *= 2;
     }
+    missing
+}
+
+/// The messages that name what is `missing`, [`joined`].
+pub(crate) fn messages(missing: Vec<Vec<PageRun>>, most: usize) -> Vec<Message> {
     let mut messages: Vec<Message> = (0..)
-        .zip(missing)
+        .zip(joined(missing, most))
         .filter(|(_, runs)| !runs.is_empty())
         .map(|(block, runs)| Message::Missing { block, last: false, runs })
         .collect();

@@ -108,14 +108,18 @@ pub(crate) fn place(directory: &Path, session: SessionId) -> PathBuf {
     directory.join(format!("godwit-{number}.pages"))
 }
 
-/// What `work` on storage gives, if it does within `time`; storage may hang.
+/// What `work` on storage gives, if it does within `time`; storage may hang. Behind one that comes
+/// `late` that is done.
 fn aside<T: Send + 'static>(
     time: Duration,
     work: impl FnOnce() -> T + Send + 'static,
+    late: impl FnOnce() + Send + 'static,
 ) -> Option<T> {
     let (tell, done) = mpsc::channel();
     let worker = threads::start("copy", move || {
-        let _ = tell.send(work());
+        if tell.send(work()).is_err() {
+            late();
+        }
     });
     worker.ok().and_then(|_| done.recv_timeout(time).ok())
 }
@@ -123,7 +127,7 @@ fn aside<T: Send + 'static>(
 /// Removes the copy at `path`, if it is there. What cannot be removed is told.
 pub(crate) fn remove(path: PathBuf) {
     let shown = path.display().to_string();
-    match aside(limits::ABORT, move || std::fs::remove_file(path)) {
+    match aside(limits::ABORT, move || std::fs::remove_file(path), || {}) {
         Some(Ok(())) => {}
         Some(Err(error)) if error.kind() == io::ErrorKind::NotFound => {}
         other => tracing::warn!(path = shown, ?other, "a copy of guest memory stays"),
@@ -132,7 +136,7 @@ pub(crate) fn remove(path: PathBuf) {
 
 /// Whether there is a copy at `path`, as far as its storage says so.
 pub(crate) fn is_there(path: PathBuf) -> bool {
-    aside(limits::ABORT, move || path.exists()).unwrap_or(false)
+    aside(limits::ABORT, move || path.exists(), || {}).unwrap_or(false)
 }
 
 /// Where it is written before it is whole.

@@ -15,13 +15,13 @@ use std::time::Duration;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, Notice, Received};
 use godwit_engine::handle::MigrationHandle;
-use godwit_engine::source::{Options, migrate};
+use godwit_engine::source::{Options, PostCopy, migrate};
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Failure, Survivor};
 use godwit_units::PageCount;
 use godwit_wire::{
-    BlockOffer, Features, FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message,
-    Offer, Role, Secret, SessionId, Version, WireError, barrier_aux, seal,
+    BlockOffer, Feature, Features, FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN,
+    Message, Offer, Role, Secret, SessionId, Version, WireError, barrier_aux, seal,
 };
 
 use machine::{Destination, Source, options};
@@ -157,6 +157,11 @@ fn a_source_speaks_the_version_of_an_older_destination() {
     assert_eq!(accepted, Some((5, "none".to_owned())));
 }
 
+/// What this release has where no copy in a third place is wanted.
+fn usual() -> Features {
+    Features::HERE.without(Feature::PostCopySafe)
+}
+
 #[test]
 fn two_of_the_same_release_speak_the_newest_version() {
     let mut source = Source::start(Duration::from_secs(60), Vec::new());
@@ -167,7 +172,7 @@ fn two_of_the_same_release_speak_the_newest_version() {
     let measures = migrate(&mut source, &options, &handle, &mut |_| {}).unwrap();
     receiving.join().unwrap().unwrap();
     assert_eq!(measures.protocol_version, Version::NEWEST.number());
-    assert_eq!(measures.features, Features::HERE.to_string());
+    assert_eq!(measures.features, usual().to_string());
 }
 
 #[test]
@@ -339,10 +344,10 @@ fn barrier(round: u32) -> [u8; HEADER_LEN] {
 fn fingerprints_are_told_once_to_a_source_that_is_back_and_has_the_feature() {
     // Mutations: the feature is not looked at; it may ask before it was gone; it may ask twice.
     let out_of_place = |said: &str| said.contains("PrintsRequest out of place");
-    let (told, why) = asks_for_prints(Features::HERE, Some(1));
+    let (told, why) = asks_for_prints(usual(), Some(1));
     assert!(told == 1 && why.contains("cancelled"), "{told} {why}");
     for (features, back, expected) in
-        [(Features::HERE, None, 0), (Features::NONE, Some(1), 0), (Features::HERE, Some(2), 1)]
+        [(usual(), None, 0), (Features::NONE, Some(1), 0), (usual(), Some(2), 1)]
     {
         let (told, why) = asks_for_prints(features, back);
         assert!(told == expected && out_of_place(&why), "{features} {back:?}: {told} {why}");
@@ -355,8 +360,8 @@ fn a_session_has_the_features_that_both_have_and_none_in_version_5() {
     // version.
     let source = Source::start(Duration::from_secs(60), Vec::new());
     let (to, _told, receiving, cancel) = receive(&source, Duration::from_secs(5));
-    let all = Features(u32::MAX);
-    assert_eq!(accepted(&to, &source, Version::V6, all), Features::HERE, "unknown bits are left");
+    let all = Features(u32::MAX).without(Feature::PostCopySafe);
+    assert_eq!(accepted(&to, &source, Version::V6, all), usual(), "unknown bits are left");
     assert_eq!(accepted(&to, &source, Version::V6, Features::NONE), Features::NONE);
     assert_eq!(accepted(&to, &source, Version::V5, all), Features::NONE);
     cancel.cancel();
@@ -365,9 +370,11 @@ fn a_session_has_the_features_that_both_have_and_none_in_version_5() {
 
 #[test]
 fn a_destination_cannot_accept_a_feature_that_was_not_offered() {
-    for (version, features) in
-        [(Version::V6, Features(!Features::HERE.0)), (Version::V5, Features(1))]
-    {
+    for (version, features) in [
+        (Version::V6, Features(!Features::HERE.0)),
+        (Version::V6, Features::of(Feature::PostCopySafe)),
+        (Version::V5, Features(1)),
+    ] {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to: Address = listener.local_addr().unwrap().to_string().parse().unwrap();
         let answering = std::thread::spawn(move || {
@@ -393,8 +400,42 @@ fn a_destination_cannot_accept_a_feature_that_was_not_offered() {
         let failure = migrate(&mut source, &options, &handle, &mut |_| {}).unwrap_err();
         assert!(failure.to_string().contains("features that were not offered"), "{failure}");
         assert_eq!(failure.survivor, Survivor::Source);
-        assert_eq!(answering.join().unwrap(), version.features());
+        assert_eq!(answering.join().unwrap(), version.features().without(Feature::PostCopySafe));
     }
+}
+
+#[test]
+fn a_guest_stays_whose_destination_knows_of_no_copy_in_a_third_place() {
+    // Mutation: what it accepts is not looked at.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to: Address = listener.local_addr().unwrap().to_string().parse().unwrap();
+    let answering = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let greeting = read_greeting(&mut stream).unwrap();
+        stream.write_all(&greeting.encode()).unwrap();
+        let Message::Offer(offer) = read_message(&mut stream) else { panic!("no offer") };
+        let features = offer.features.without(Feature::PostCopySafe);
+        let features = features.without(Feature::PostCopyWanted);
+        stream.write_all(&Message::Accept { codecs: 0, features }.encode()).unwrap();
+        while !matches!(read_message(&mut stream), Message::Abort { .. }) {}
+        offer.features
+    });
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    let directory = std::env::temp_dir().join(format!("godwit-third-{}", std::process::id()));
+    std::fs::create_dir(&directory).unwrap();
+    let options = Options {
+        to,
+        post_copy: PostCopy::Now,
+        post_copy_safe: Some(directory.clone()),
+        reconnect: Duration::from_secs(5),
+        ..options(1, false)
+    };
+    let failure = migrate(&mut source, &options, &MigrationHandle::default(), &mut |_| {});
+    let failure = failure.unwrap_err();
+    assert!(failure.to_string().contains("knows of no copy in a third place"), "{failure}");
+    assert_eq!(failure.survivor, Survivor::Source);
+    assert!(answering.join().unwrap().contains(Feature::PostCopySafe));
+    std::fs::remove_dir(&directory).expect("nothing stays there");
 }
 
 #[test]

@@ -435,7 +435,7 @@ fn where_the_source_host_dies_the_rest_is_taken_from_the_copy() -> anyhow::Resul
         pair.source.kill();
         let migrate = migrate.wait(LIMIT)?;
         ensure!(all || migrate.last()["guest"] == "destination", "{}", migrate.last());
-        ensure!(all || migrate.errors.contains("--postcopy-safe"), "{}", migrate.errors);
+        ensure!(all || migrate.errors.contains("takes from here"), "{}", migrate.errors);
         let lacks = receive.wait_for("what is missing", LIMIT, is_event("lacks"))?;
         let runs = lacks["missing"][0]["runs"].as_array().context("no runs")?;
         ensure!(!runs.is_empty(), "{lacks}");
@@ -521,9 +521,9 @@ fn a_copy_is_gone_when_all_has_come() -> anyhow::Result<()> {
     check_followed(&mut pair, &migrate, &receive.wait(LIMIT)?)?;
     ensure!(third.files()? == 0, "the copy stays");
     // Mutation: the copy counts as the saving of devices.
-    let [safe, save] = ["safe_ms", "save_ms"].map(|part| migrate.last()[part].as_f64());
-    println!("the copy took {safe:?} ms, saving devices {save:?} ms");
-    ensure!(safe > Some(0.0) && safe > save, "{}", migrate.last());
+    let safe = migrate.last()["safe_ms"].as_f64();
+    println!("the copy took {safe:?} ms");
+    ensure!(safe > Some(0.0), "{}", migrate.last());
     Ok(())
 }
 
@@ -549,6 +549,17 @@ fn a_destination_that_would_not_find_the_copy_refuses() -> anyhow::Result<()> {
         drop(receive.wait(LIMIT)?);
     }
     Ok(())
+}
+
+/// Whether the thread that writes the copy waits in the kernel, and cannot be killed.
+fn hangs(pid: i32) -> anyhow::Result<bool> {
+    for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let told = std::fs::read_to_string(thread?.path().join("stat")).unwrap_or_default();
+        if told.contains(" (copy) D ") {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// A move that would make its copy, on storage that hangs.
@@ -582,12 +593,17 @@ impl Hanging {
         let safe = ["--postcopy-safe", &self.mount.dir().to_string_lossy()];
         let (receive, address) = self.pair.godwit.receive(&self.pair.destination, &safe)?;
         let link = self.link.insert(Link::to(&address)?);
-        let options = [SLOW, &["--postcopy", "after 1"], &safe].concat();
+        // So that it does not fit into the downtime limit, however slow the guest is.
+        let leaves = ["--postcopy", "after 1", "--downtime-limit", "1ms"];
+        let options = [SLOW, &leaves, &safe].concat();
         let migrate = self.pair.godwit.migrate(&self.pair.source, link.address(), &options)?;
         await_copying(&migrate)?;
         let frozen = self.mount.freeze()?;
-        let copies = |line: &Value| line["stage"] == "stop-and-copy";
-        migrate.wait_for("the copy to begin", LIMIT, copies)?;
+        let until = Instant::now() + LIMIT;
+        while !hangs(migrate.pid())? {
+            ensure!(Instant::now() < until && !migrate.has_ended(), "{:?}", migrate.lines().last());
+            std::thread::sleep(Duration::from_millis(20));
+        }
         ensure!(self.pair.source.status()? != "running", "it does not stand still");
         Ok((migrate, receive, frozen))
     }

@@ -6,7 +6,8 @@
 //!
 //! Keeps two promises: a fault counts as one of post-copy only where pages were missing when it
 //! struck; and behind each move exactly one side has the guest, which has found no damage, and
-//! nothing of godwit's is left.
+//! nothing of godwit's is left but, where the source was lost, a `godwit receive` that waits two
+//! minutes for it, and its record.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -20,6 +21,7 @@ use godwit_e2e::{
 };
 use godwit_testbed::{Link, Movable, Running, VmConfig};
 use rustix::process::Signal;
+use serde_json::Value;
 
 /// So slow that the memory of a small guest takes a few seconds.
 const SLOW: [&str; 7] =
@@ -314,7 +316,21 @@ impl Move<'_> {
     /// The source was lost, and all that was missing has come, from it or from the copy.
     fn saved(mut self) -> anyhow::Result<Counts> {
         let there = &mut self.pair.destination;
-        check_no_userfaultfd(there.pid())?;
+        // The source may have removed the copy, just before it was lost.
+        let until = Instant::now() + LIMIT;
+        while let Err(stays) = check_no_userfaultfd(there.pid()) {
+            ensure!(Instant::now() < until, "{stays:#}");
+            std::thread::sleep(LOOK);
+        }
+        if let Some(receive) = self.receive.take() {
+            let hurt = |line: &Value| line["event"] == "copy" && !line["why"].is_null();
+            let hurt = receive.lines().into_iter().find(hurt);
+            ensure!(hurt.is_none(), "{hurt:?}");
+            if receive.has_ended() {
+                let ended = receive.wait(LIMIT)?;
+                ensure!(ended.status.success(), "{}", ended.last());
+            }
+        }
         ensure!(there.status()? == "running", "the guest does not run at the destination");
         there.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
         ensure!(there.bugs().is_empty(), "{:?}", there.bugs());

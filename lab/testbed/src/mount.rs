@@ -3,8 +3,9 @@
 //! Keeps one promise: dropping it unmounts it. Mounting needs root.
 
 use std::fs::File;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, ensure};
@@ -69,26 +70,36 @@ impl Mount {
     }
 
     /// Storage that hangs: whoever writes to it waits until what this gives is dropped, and cannot
-    /// be killed before (`FIFREEZE`). So that has to go before whoever is awaited.
+    /// be killed before (`FIFREEZE`). So that has to go before whoever is awaited. It ends with this
+    /// process, too, however that ends.
     ///
     /// # Errors
     /// When fsfreeze(8) refuses.
     pub fn freeze(&self) -> anyhow::Result<Frozen> {
-        let status = Command::new("fsfreeze").arg("--freeze").arg(&self.dir).status();
-        ensure!(status.context("no fsfreeze")?.success(), "fsfreeze refuses");
-        Ok(Frozen { dir: self.dir.clone() })
+        // The end of its input is that of this process as well; a signal to all of them is not.
+        const KEEP: &str = "trap '' INT TERM HUP; fsfreeze -f \"$1\" && echo frozen && read -r _; \
+                            fsfreeze -u \"$1\"";
+        let mut command = Command::new("sh");
+        command.args(["-c", KEEP, "sh"]).arg(&self.dir);
+        let mut keeper =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("no sh")?;
+        let said = keeper.stdout.take().map(BufReader::new).context("no output")?.lines().next();
+        let frozen = Frozen { keeper };
+        ensure!(said.is_some_and(|line| line.is_ok_and(|line| line == "frozen")), "not frozen");
+        Ok(frozen)
     }
 }
 
 /// A file system to which nobody can write until this is dropped.
 #[derive(Debug)]
 pub struct Frozen {
-    dir: PathBuf,
+    keeper: Child,
 }
 
 impl Drop for Frozen {
     fn drop(&mut self) {
-        let _ = Command::new("fsfreeze").arg("--unfreeze").arg(&self.dir).status();
+        drop(self.keeper.stdin.take());
+        let _ = self.keeper.wait();
     }
 }
 

@@ -80,16 +80,16 @@ pub(super) fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
         Notice::Resumed { after } => {
             eprintln!("godwit: the source is back after {}", format_duration(*after));
         }
-        Notice::Lacks { missing } if json => {
+        Notice::Lacks { all, missing } if json => {
             let run = |run: &PageRun| json!([run.start.0, run.count.0]);
             let block = |(name, runs): &(String, Vec<PageRun>)| {
                 let runs: Vec<Value> = runs.iter().map(run).collect();
                 json!({ "block": name, "runs": runs })
             };
             let missing: Vec<_> = missing.iter().map(block).collect();
-            json_line(&json!({ "event": "lacks", "missing": missing }));
+            json_line(&json!({ "event": "lacks", "left_bytes": all.0, "missing": missing }));
         }
-        Notice::Lacks { missing } => eprintln!("godwit: {}", lacks_words(missing)),
+        Notice::Lacks { all, missing } => eprintln!("godwit: {}", lacks_words(*all, missing)),
         Notice::Copy { path, why } if json => {
             json_line(&json!({ "event": "copy", "path": path, "why": why }));
         }
@@ -124,10 +124,9 @@ pub(super) fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
 }
 
 /// Which pages are missing: how many, and where the first of them are.
-fn lacks_words(missing: &[(String, Vec<PageRun>)]) -> String {
+fn lacks_words(all: ByteCount, missing: &[(String, Vec<PageRun>)]) -> String {
     const SHOWN: usize = 4;
     let runs = || missing.iter().flat_map(|(name, runs)| runs.iter().map(move |run| (name, run)));
-    let all: ByteCount = runs().map(|(_, run)| run.count.bytes()).sum();
     let place = |(name, run): (&String, &PageRun)| {
         let (start, end) = (run.start.0 * PAGE_SIZE, run.end().0 * PAGE_SIZE);
         format!("{start:#x} to {end:#x} of {}", say::line(name))
@@ -221,6 +220,8 @@ fn fetched_json(fetched: &Fetched) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use godwit_units::PageCount;
+
     use super::*;
 
     #[test]
@@ -228,9 +229,9 @@ mod tests {
         let ram = |runs: &[PageRun]| ("pc.ram".to_owned(), runs.to_vec());
         let one = [ram(&[PageRun::new(16, 2)])];
         let told = "8KiB of its memory is missing here: 0x10000 to 0x12000 of pc.ram";
-        assert_eq!(lacks_words(&one), told);
+        assert_eq!(lacks_words(PageCount(2).bytes(), &one), told);
         let many: Vec<PageRun> = (0..6).map(|at| PageRun::new(2 * at, 1)).collect();
-        let told = lacks_words(&[ram(&many)]);
+        let told = lacks_words(PageCount(6).bytes(), &[ram(&many)]);
         assert!(told.ends_with("0x6000 to 0x7000 of pc.ram, and 2 places more"), "{told}");
     }
 }

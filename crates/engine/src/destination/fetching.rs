@@ -9,7 +9,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use godwit_memory::RamBlock;
 use godwit_protocol::destination::Input;
 use godwit_units::{PageCount, PageRun};
 use godwit_wire::{Feature, MISSING_LIMIT, Message};
@@ -22,7 +21,7 @@ use super::left::{Left, runs_of};
 use super::record::Record;
 use super::session::{Found, out_of_place};
 use super::{Destination, Notice, Stage};
-use crate::missing::MissingList;
+use crate::missing::{MissingList, joined};
 use crate::remainder::Known;
 use crate::vm::ArrivingPages;
 use crate::{EngineError, limits, remainder};
@@ -150,7 +149,7 @@ impl Destination<'_> {
     /// Where the source's copy of what is missing is, if it makes one, and by what it is opened.
     fn copy_is_at(&self) -> Option<(PathBuf, Known)> {
         let known = self.session.known()?;
-        let directory = self.options.post_copy_safe.as_ref()?;
+        let directory = self.safe.as_ref()?;
         Some((remainder::place(directory, known.0), known))
     }
 
@@ -174,12 +173,14 @@ impl Destination<'_> {
     /// Which pages are missing, when only the source has them and it is lost.
     pub(super) fn tell_lacks(&mut self) {
         let Some(fetching) = &self.fetching else { return };
-        let of_block = |(own, block): (usize, &RamBlock)| {
-            let runs = fetching.left_of(own);
-            (!runs.is_empty()).then(|| (block.name().to_owned(), runs))
-        };
-        let missing = self.ram.iter().enumerate().filter_map(of_block).collect();
-        (self.notice)(&Notice::Lacks { missing });
+        let missing = (0..self.ram.len()).map(|own| fetching.left_of(own)).collect();
+        let missing = self.ram.iter().zip(joined(missing, MISSING_LIMIT));
+        let missing = missing
+            .filter(|(_, runs)| !runs.is_empty())
+            .map(|(block, runs)| (block.name().to_owned(), runs))
+            .collect();
+        let all = fetching.left().bytes();
+        (self.notice)(&Notice::Lacks { all, missing });
     }
 
     /// How many pages are missing.

@@ -65,6 +65,8 @@ pub fn follow(
     let mut destination = Destination::new(vm, options, notice, session);
     match destination.take_up_left(&left) {
         Ok(lanes) => {
+            let safe = left.written.record.safe.clone();
+            destination.safe = destination.safe.take().or(safe);
             destination.followed = Some(left);
             destination.run(First::Follow(Box::new(lanes)))
         }

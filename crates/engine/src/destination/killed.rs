@@ -38,7 +38,7 @@ impl Kept {
                 Ok(()) if options.disks.is_none() && !record.disks.is_empty() => {
                     Some("disks move along, which have to be allowed again")
                 }
-                Ok(()) => record.unfit(&vm.ram()),
+                Ok(()) => record.unfit(&vm.ram(), options.post_copy_safe.as_deref()),
                 Err(_) => Some("the machine does not take a guest with these RAM blocks"),
             }
         })?;
@@ -101,6 +101,7 @@ impl Destination<'_> {
         let blocks = blocks.map(|block| (block.name().to_owned(), block.pages().0)).collect();
         let disks = lanes.disks().iter().map(|disk| (disk.name.clone(), disk.size.0)).collect();
         let (running, verified) = (self.runs, self.measures.verified);
-        Some(Record { running, verified, blocks, disks, ..record })
+        let safe = self.safe.clone();
+        Some(Record { running, verified, blocks, disks, safe, ..record })
     }
 }

@@ -260,6 +260,8 @@ struct Destination<'a> {
     /// The source that has come back and was not answered yet.
     back: Option<Return>,
     kept: Kept,
+    /// Where the source's copy of what is missing is, if it makes one.
+    safe: Option<PathBuf>,
     dumps: Option<Dumps>,
     /// The first failure, and when it was.
     cause: Option<(Phase, EngineError)>,
@@ -325,6 +327,7 @@ impl<'a> Destination<'a> {
             pages_complete: false,
             back: None,
             kept: Kept::default(),
+            safe: options.post_copy_safe.clone(),
             dumps: options.dump.as_deref().map(Dumps::new),
             cause: None,
             measures: Received::default(),

@@ -131,14 +131,19 @@ fn compare(
     let ram = vm.ram();
     let order = layout::fit(offer, vm.machine(), &ram).map_err(EngineError::Layout)?;
     check_room(&ram, vm, options.overcommit)?;
-    let wanted = session.common_features(offer.features).contains(Feature::PostCopy)
-        && offer.features.contains(Feature::PostCopyWanted);
-    if let (true, Some(why)) = (wanted, cannot_await(vm, options)) {
-        let words = format!("the guest cannot run here before all of its pages have come: {why}");
-        return Err(EngineError::Layout(words));
-    }
-    if session.common_features(offer.features).contains(Feature::PostCopySafe) {
-        find_safe_place(session, options).map_err(EngineError::Layout)?;
+    let common = session.common_features(offer.features);
+    let wanted = offer.features.contains(Feature::PostCopyWanted);
+    let safe = common.contains(Feature::PostCopySafe);
+    if common.contains(Feature::PostCopy) && (wanted || safe) {
+        match cannot_await(vm, options) {
+            Some(why) if wanted => {
+                let words =
+                    format!("the guest cannot run here before all of its pages have come: {why}");
+                return Err(EngineError::Layout(words));
+            }
+            None if safe => find_safe_place(session, options).map_err(EngineError::Layout)?,
+            _ => {}
+        }
     }
     let disks = layout::disks(offer).map_err(EngineError::Layout)?;
     if let (true, Some(disk)) = (options.disks.is_none(), disks.first()) {
@@ -178,7 +183,7 @@ fn find_safe_place(session: &Session<'_>, options: &Options) -> Result<(), Strin
 /// What cannot be done here is left out of what the session has.
 fn leave_out_post_copy(vm: &mut dyn DestinationVm, options: &Options, offer: &mut Offer) {
     if offer.features.contains(Feature::PostCopy) && cannot_await(vm, options).is_some() {
-        offer.features = offer.features.without(Feature::PostCopy);
+        offer.features = offer.features.without(Feature::PostCopy).without(Feature::PostCopySafe);
     }
 }
 

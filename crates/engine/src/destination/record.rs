@@ -3,6 +3,8 @@
 //!
 //! Invariant: it is gone before the machine is told to load, and when the migration has ended.
 
+use std::path::{Path, PathBuf};
+
 use godwit_disk::Disk;
 use godwit_memory::RamBlock;
 use godwit_units::ByteCount;
@@ -30,6 +32,9 @@ pub(super) struct Record {
     /// Names and bytes of the disks that move along.
     #[serde(default)]
     pub(super) disks: Vec<(String, u64)>,
+    /// Where the copy of what is missing is, of which it was seen that the source makes it there.
+    #[serde(default)]
+    pub(super) safe: Option<PathBuf>,
 }
 
 impl Record {
@@ -65,8 +70,8 @@ impl Record {
         (all && order.len() == ram.len()).then_some(order)
     }
 
-    /// Why it is not of this machine, if so.
-    pub(super) fn unfit(&self, ram: &[RamBlock]) -> Option<&'static str> {
+    /// Why it is not of this machine, or not of who would look for a copy in `safe`, if so.
+    pub(super) fn unfit(&self, ram: &[RamBlock], safe: Option<&Path>) -> Option<&'static str> {
         let here = self.version().map(Version::features);
         let features = self.features();
         if self.order(ram).is_none() {
@@ -77,6 +82,8 @@ impl Record {
             || !here.is_some_and(|here| features.is_within(here))
         {
             Some("this godwit has not the features of the session")
+        } else if features.contains(Feature::PostCopySafe) && self.safe.as_deref() != safe {
+            Some("it was begun with another --postcopy-safe: give what it was begun with")
         } else {
             None
         }
@@ -104,22 +111,29 @@ mod tests {
             verified: false,
             blocks: vec![("b".to_owned(), 5), ("a".to_owned(), 4)],
             disks: vec![("system".to_owned(), 1536)],
+            safe: Some("/mnt".into()),
         };
+        let safe = Some(Path::new("/mnt"));
         let ram = [block("a", 4), block("b", 5)];
-        assert_eq!((record.unfit(&ram), record.order(&ram)), (None, Some(vec![1, 0])));
+        assert_eq!((record.unfit(&ram, safe), record.order(&ram)), (None, Some(vec![1, 0])));
+        // Mutation: it would look for the copy where the source does not make it.
+        for elsewhere in [None, Some(Path::new("/mnt/other"))] {
+            let why = record.unfit(&ram, elsewhere);
+            assert!(why.is_some_and(|why| why.contains("another --postcopy-safe")));
+        }
         let other = [
             vec![block("a", 4)],
             vec![block("a", 4), block("b", 6)],
             vec![block("a", 4), block("b", 5), block("c", 1)],
         ];
         for other in other {
-            assert!(record.unfit(&other).is_some_and(|why| why.contains("other RAM blocks")));
+            assert!(record.unfit(&other, safe).is_some_and(|why| why.contains("other RAM blocks")));
         }
         for features in [Features::NONE, Features(Features::HERE.0 | 1 << 31)] {
             let other = Record { features: features.0, ..record.clone() };
-            assert!(other.unfit(&ram).is_some_and(|why| why.contains("features")));
+            assert!(other.unfit(&ram, safe).is_some_and(|why| why.contains("features")));
         }
         let other = Record { version: u16::MAX, ..record };
-        assert!(other.unfit(&ram).is_some_and(|why| why.contains("version")));
+        assert!(other.unfit(&ram, safe).is_some_and(|why| why.contains("version")));
     }
 }

@@ -204,6 +204,7 @@ impl<'a> Session<'a> {
             verified: false,
             blocks: Vec::new(),
             disks: Vec::new(),
+            safe: None,
         })
     }
 

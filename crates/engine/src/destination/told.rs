@@ -73,7 +73,10 @@ pub enum Notice {
     },
     /// Of the guest that runs here pages are missing, and the source is lost that has them.
     Lacks {
-        /// The names of RAM blocks, and which pages of them.
+        /// How much that is.
+        all: ByteCount,
+        /// The names of RAM blocks, and which pages of them, in 4,096 runs at the most: where there
+        /// are more, near ones are joined.
         missing: Vec<(String, Vec<PageRun>)>,
     },
     /// They are taken from the copy that the source made of them, or cannot be.

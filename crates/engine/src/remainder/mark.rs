@@ -28,14 +28,21 @@ impl Mark {
     /// When none can.
     pub(crate) fn make(directory: &Path, session: SessionId) -> Result<Self, EngineError> {
         let path = of(&place(directory, session));
-        let (looked_at, made) = (directory.to_owned(), path.clone());
-        let found = aside(limits::CONNECT, move || {
+        let (looked_at, made, late) = (directory.to_owned(), path.clone(), path.clone());
+        let make = move || {
             if !looked_at.metadata().map_err(|error| error.to_string())?.is_dir() {
                 return Err("it is no directory: name one that both hosts have".to_owned());
             }
-            create(&made).map(drop).map_err(|error| {
-                format!("nothing can be written there ({error}): name a directory where it can")
-            })
+            match create(&made) {
+                // One of this session that was killed just then has left it.
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
+                other => other.map(drop).map_err(|error| {
+                    format!("nothing can be written there ({error}): name a directory where it can")
+                }),
+            }
+        };
+        let found = aside(limits::CONNECT, make, move || {
+            let _ = std::fs::remove_file(late);
         });
         let found = found.unwrap_or_else(|| Err("its storage does not answer".to_owned()));
         found.map(|()| Self { path }).map_err(|why| failed(directory, why))
@@ -48,7 +55,7 @@ impl Mark {
     /// Why it cannot, with the cure.
     pub(crate) fn find(directory: &Path, session: SessionId) -> Result<(), String> {
         let path = of(&place(directory, session));
-        let found = aside(limits::CONNECT, move || File::open(path).map(drop));
+        let found = aside(limits::CONNECT, move || File::open(path).map(drop), || {});
         let shown = directory.display();
         match found {
             Some(Ok(())) => Ok(()),
@@ -56,10 +63,13 @@ impl Mark {
                 "{shown} is not where the source makes it, or not the same storage: name with \
                  --postcopy-safe of receive and migrate what both hosts have"
             )),
-            Some(Err(error)) => Err(format!(
-                "what the source makes in {shown} cannot be read ({error}): run both sides as the \
-                 same user"
-            )),
+            Some(Err(error)) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+                Err(format!(
+                    "what the source makes in {shown} cannot be read ({error}): run both sides as \
+                     the same user"
+                ))
+            }
+            Some(Err(error)) => Err(format!("what is in {shown} cannot be read ({error})")),
             None => Err(format!("the storage of {shown} does not answer")),
         }
     }

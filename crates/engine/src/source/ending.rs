@@ -111,8 +111,8 @@ impl Ending {
                 if safe.is_some() && matches!(self.cause(), Some(EngineError::Ended("source"))) =>
             {
                 if let (Some((_, cause)), Some(path)) = (&mut self.cause, safe) {
-                    let why = "the source VM has ended, and the destination has from here what it \
-                               was not sent, if its receive has --postcopy-safe too";
+                    let why = "the source VM has ended, and the destination takes from here what \
+                               it was not sent";
                     let (path, why) = (path.to_owned(), why.to_owned());
                     *cause = EngineError::Remainder { path, why };
                 }

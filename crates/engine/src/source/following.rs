@@ -66,8 +66,8 @@ impl Source<'_> {
     pub(super) fn write_follow_record(&mut self) -> Result<(), EngineError> {
         let Some(path) = &self.options.follow_record else { return Ok(()) };
         let (told, shown) = self.session.known_by();
-        let running = self.vm.was_running();
-        let record = Record::new(told, shown, &self.common, running, (&self.ram, &[]));
+        let how = (self.vm.was_running(), self.options.post_copy_safe.as_deref());
+        let record = Record::new(told, shown, &self.common, how, (&self.ram, &[]));
         let mut place = Place::new(path);
         let record = record.behind(self.restarts);
         place.write(&record)?;
@@ -97,7 +97,8 @@ impl Source<'_> {
     fn take_up_left(&mut self) -> Result<(), EngineError> {
         let path = self.options.follow_record.as_ref().ok_or(EngineError::Panicked("main"))?;
         let mut place = Place::new(path);
-        let found = Record::find(&mut place, self.vm.was_running(), (&self.ram, &[]))?;
+        let how = (self.vm.was_running(), self.options.post_copy_safe.as_deref());
+        let found = Record::find(&mut place, how, (&self.ram, &[]))?;
         let record = found.ok_or_else(|| place.refused("it is not there"))?;
         let (place, record) = self.followed.insert((place, record));
         place.write(record)?;

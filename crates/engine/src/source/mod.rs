@@ -296,7 +296,7 @@ pub struct Inquiry {
 
 /// Asks the destination at `options.to` whether it would accept the guest of `vm`, as it would be
 /// offered by [`migrate`]. Nothing is changed on either side, and the destination goes on waiting.
-/// Whether its disks can be written is not tried.
+/// Whether its disks can be written, and a copy in a third place read, is not tried.
 ///
 /// With `trial` bytes that mean nothing are sent for that time, at most 2 s of it, to find out what
 /// one connection carries.
@@ -567,11 +567,13 @@ impl Source<'_> {
         }
         let mut place = Place::new(path);
         let disks = setup.disks.named();
-        let found = Record::find(&mut place, self.vm.was_running(), (&self.ram, &disks))?;
+        let how = (self.vm.was_running(), self.options.post_copy_safe.as_deref());
+        let found = Record::find(&mut place, how, (&self.ram, &disks))?;
         if let Some(record) = &found {
             place.write(record)?;
-            self.session.restore(record)?;
-            setup.restart(self, record)?;
+            // What it is refused for may be another one's next time.
+            let taken_up = self.session.restore(record).and_then(|()| setup.restart(self, record));
+            taken_up.inspect_err(|_| place.abandon())?;
             self.agreed(setup.common);
             self.restarts = record.restarts();
         }
@@ -592,9 +594,9 @@ impl Source<'_> {
             tracing::warn!("the destination cannot go on with a godwit that is started anew");
             return Ok(());
         }
-        let running = self.vm.was_running();
+        let how = (self.vm.was_running(), self.options.post_copy_safe.as_deref());
         let (told, shown) = self.session.known_by();
-        place.write(&Record::new(told, shown, common, running, (&self.ram, &disks.named())))
+        place.write(&Record::new(told, shown, common, how, (&self.ram, &disks.named())))
     }
 
     /// Whether connections that are lost now are made again.

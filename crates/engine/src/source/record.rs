@@ -5,6 +5,8 @@
 //! Invariant: it is gone when the migration has ended; that of pre-copy before the guest is
 //! stopped.
 
+use std::path::{Path, PathBuf};
+
 use godwit_memory::RamBlock;
 use godwit_wire::{Feature, Features, Secret, SessionId, Version};
 use serde::{Deserialize, Serialize};
@@ -37,6 +39,10 @@ pub(super) struct Record {
     /// Names and bytes of the disks that move along.
     #[serde(default)]
     disks: Vec<(String, u64)>,
+    /// Where what is missing is to be copied to, of which the destination has seen that it is the
+    /// same storage there.
+    #[serde(default)]
+    safe: Option<PathBuf>,
     /// How many godwits have taken it up already.
     restarts: u8,
     /// The guest is known to run at the destination.
@@ -51,10 +57,15 @@ impl Record {
     /// When that is not dead, or the record does not fit or is not ours.
     pub(super) fn find(
         place: &mut Place,
-        running: bool,
+        (running, safe): (bool, Option<&Path>),
         (ram, disks): Machine<'_>,
     ) -> Result<Option<Self>, EngineError> {
-        let found = place.find(|record: &Self| record.unfit(running, (ram, disks)))?;
+        let found = place.find(|record: &Self| {
+            let elsewhere = "it was begun with another --postcopy-safe, or without: give what it \
+                             was begun with";
+            let same = record.safe.as_deref() == safe;
+            record.unfit(running, (ram, disks)).or((!same).then_some(elsewhere))
+        })?;
         Ok(found.map(|record| Self { restarts: record.restarts + 1, ..record }))
     }
 
@@ -62,7 +73,7 @@ impl Record {
         (id, secret, version): (SessionId, Secret, Version),
         shown: Option<Vec<u8>>,
         common: &Common,
-        running: bool,
+        (running, safe): (bool, Option<&Path>),
         (ram, disks): Machine<'_>,
     ) -> Self {
         Self {
@@ -75,6 +86,7 @@ impl Record {
             running,
             blocks: named(ram),
             disks: disks.to_vec(),
+            safe: safe.map(Path::to_owned),
             restarts: 0,
             runs_there: false,
         }
@@ -174,11 +186,13 @@ mod tests {
         let told = (SessionId([1; 16]), Secret([2; 32]), Version::NEWEST);
         let disk = |name: &str| (name.to_owned(), 1536);
         let disks = [disk("system")];
-        let record = Record::new(told, None, &common, true, (&ram, &disks));
-        let find = |running, ram| {
+        let safe = Some(Path::new("/mnt"));
+        let record = Record::new(told, None, &common, (true, safe), (&ram, &disks));
+        let find_with = |running, safe, ram| {
             let place = &mut Place::new(&path);
-            Record::find(place, running, (ram, &disks)).map(|found| found.is_some())
+            Record::find(place, (running, safe), (ram, &disks)).map(|found| found.is_some())
         };
+        let find = |running, ram| find_with(running, safe, ram);
         let refused = |running, ram| find(running, ram).unwrap_err().to_string();
 
         assert!(!find(true, &ram).unwrap());
@@ -189,6 +203,11 @@ mod tests {
         place.abandon();
         assert!(refused(true, &other).contains("other RAM blocks"));
         assert!(refused(false, &ram).contains("paused or let run"));
+        // Mutation: the copy may go where the destination does not look.
+        for other in [None, Some(Path::new("/mnt/other"))] {
+            let refused = find_with(true, other, &ram).unwrap_err().to_string();
+            assert!(refused.contains("another --postcopy-safe"), "{refused}");
+        }
         let mode = |mode| {
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
         };
@@ -211,7 +230,7 @@ mod tests {
         assert_eq!(record.unfit(true, (&ram, &disks)), None);
 
         let mut next = Place::new(&path);
-        let found = Record::find(&mut next, true, (&ram, &disks)).unwrap().unwrap();
+        let found = Record::find(&mut next, (true, safe), (&ram, &disks)).unwrap().unwrap();
         assert_eq!((found.attempt(), found.secret().0), (ATTEMPTS, [2; 32]));
         next.write(&found).unwrap();
         drop(next);

@@ -202,12 +202,16 @@ impl Session {
         self.call.version
     }
 
-    /// Of the features that were offered those that the destination has `accepted`.
+    /// Of the features that were `offered` those that the destination has `accepted`.
     ///
     /// # Errors
     /// When it accepted another one.
-    pub(super) fn accepted(&self, accepted: Features) -> Result<Features, EngineError> {
-        if accepted.is_within(self.version().features()) {
+    pub(super) fn accepted(
+        &self,
+        offered: Features,
+        accepted: Features,
+    ) -> Result<Features, EngineError> {
+        if accepted.is_within(offered.common(self.version().features())) {
             return Ok(accepted);
         }
         let what = format!("it accepted features that were not offered ({:#x})", accepted.0);

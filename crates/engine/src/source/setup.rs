@@ -8,7 +8,8 @@ use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_policy::Settings;
 use godwit_protocol::source::Input;
 use godwit_wire::{
-    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Feature, Message, Offer, QUESTIONS_LIMIT,
+    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Feature, Features, Message, Offer,
+    QUESTIONS_LIMIT,
 };
 
 use super::common::Common;
@@ -174,12 +175,13 @@ impl Setup {
             blocks,
             disks: self.disks.offers(&granularity),
         }))?;
-        answer_questions(source)
+        answer_questions(source, features)
     }
 }
 
-/// Answers what the destination asks about the machine, until it accepts; what both sides have.
-fn answer_questions(source: &mut Source<'_>) -> Result<Common, EngineError> {
+/// Answers what the destination asks about the machine, until it accepts; what both sides have of
+/// the features that were `offered`.
+fn answer_questions(source: &mut Source<'_>, offered: Features) -> Result<Common, EngineError> {
     for _ in 0..=QUESTIONS_LIMIT {
         let what = "the destination to accept";
         let said =
@@ -195,7 +197,7 @@ fn answer_questions(source: &mut Source<'_>) -> Result<Common, EngineError> {
             )?;
         let question = match said {
             Err((codecs, features)) => {
-                let features = source.session.accepted(features)?;
+                let features = source.session.accepted(offered, features)?;
                 return Ok(Common { codecs: Codecs::ALL.common(Codecs(codecs)), features });
             }
             Ok(question) => question,

@@ -1,4 +1,5 @@
-//! `make faults-postcopy`: kills and cuts at random moments while the memory of guests follows.
+//! `make faults-postcopy`: kills and cuts at random moments while the memory of guests follows, and
+//! hosts that end.
 //!
 //! Keeps one promise: it ends red when a guest did not go on, or found damage.
 
@@ -16,7 +17,7 @@ use godwit_testbed::{
     Backend, GuestConfig, VmConfig, builds_for, end_children_on_interrupt, kvm_builds_for,
 };
 
-/// Kills godwits and cuts links while the memory of guests follows them.
+/// Kills godwits, cuts links and loses sources while the memory of guests follows them.
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Kills of a godwit while pages are missing
