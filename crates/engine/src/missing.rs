@@ -67,8 +67,8 @@ impl MissingList {
     }
 }
 
-/// What is `missing`, the runs of each block, in `most` runs in all: where there are more, those that
-/// are near each other are joined, and what lies between them is among it.
+/// What is `missing`, the runs of each block, in `most` runs in all: where there are more, those
+/// that are near each other are joined, and what lies between them is among it.
 pub(crate) fn joined(mut missing: Vec<Vec<PageRun>>, most: usize) -> Vec<Vec<PageRun>> {
     let mut gap = 1;
     while missing.iter().map(Vec::len).sum::<usize>() > most {

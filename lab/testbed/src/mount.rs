@@ -70,8 +70,8 @@ impl Mount {
     }
 
     /// Storage that hangs: whoever writes to it waits until what this gives is dropped, and cannot
-    /// be killed before (`FIFREEZE`). So that has to go before whoever is awaited. It ends with this
-    /// process, too, however that ends.
+    /// be killed before (`FIFREEZE`). So that has to go before whoever is awaited. It ends with
+    /// this process, too, however that ends.
     ///
     /// # Errors
     /// When fsfreeze(8) refuses.

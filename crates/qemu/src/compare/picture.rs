@@ -267,8 +267,8 @@ pub(crate) fn feature_names(qmp: &mut dyn Monitor) -> Result<Vec<String>, QmpErr
 }
 
 /// Whether a CPU with the CPUID bits `features` has MSRs from which a guest reads features at all:
-/// QEMU takes all of them off where the bit is off that announces the MSR (`feature_dependencies` in
-/// target/i386/cpu.c), and to ask for each of them took a third of the time before a guest leaves.
+/// QEMU takes all of them off where the bit is off that announces it (`feature_dependencies` in
+/// target/i386/cpu.c). To ask for them are some thirty questions.
 fn announces_msrs(features: &BTreeMap<String, u64>) -> bool {
     /// arch-capabilities and core-capability; pdcm.
     const ANNOUNCE: [(&str, u64); 2] =
@@ -350,7 +350,8 @@ mod tests {
                 ("/cpu type", json!("host-x86_64-cpu")),
                 ("query-kvm", json!({ "enabled": true, "present": true })),
                 ("/cpu feature-words", words),
-                ("qom-list", json!([{ "name": "rdctl-no", "type": "bool" }])),
+                ("/cpu vmx", json!(false)),
+                ("/cpu", json!([{ "name": "rdctl-no", "type": "bool" }])),
                 ("/cpu rdctl-no", json!(true)),
             ]);
             Realized::of(&mut machine).unwrap().0.switches.contains_key("rdctl-no")
