@@ -472,6 +472,7 @@ pub enum NoticeLine {
     },
     /// Names of RAM blocks, and first page and number of each run of pages.
     Lacks {
+        #[serde(default)]
         left_bytes: u64,
         missing: Vec<(String, Vec<(u64, u64)>)>,
     },

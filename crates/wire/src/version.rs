@@ -144,7 +144,7 @@ pub enum Feature {
     /// why. Only ever offered, and accepted by nobody.
     PostCopyWanted = 6,
     /// What a guest lacks is copied to a third place before it runs at the destination, which has
-    /// seen that it has the same storage: one that has not refuses.
+    /// seen that it has the same storage: one that has not, and could await pages, refuses.
     PostCopySafe = 7,
 }
 

@@ -208,7 +208,8 @@ impl Move<'_> {
             // A guest that has not left is lost with its VM, whoever moves it.
             return Ok(());
         }
-        let lacks = self.lacks();
+        // Where the source is lost nobody uses the link.
+        let lacks = self.lacks() && !(self.lost && matches!(fault, Fault::Cut(_)));
         let kills = match fault {
             Fault::LoseSource => {
                 self.pair.source.kill();

@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -76,11 +77,11 @@ impl Mount {
     /// # Errors
     /// When fsfreeze(8) refuses.
     pub fn freeze(&self) -> anyhow::Result<Frozen> {
-        // The end of its input is that of this process as well; a signal to all of them is not.
-        const KEEP: &str = "trap '' INT TERM HUP; fsfreeze -f \"$1\" && echo frozen && read -r _; \
+        // The end of its input is that of this process as well; a signal to its group is not.
+        const KEEP: &str = "fsfreeze -f \"$1\" || exit 1; echo frozen; read -r _; \
                             fsfreeze -u \"$1\"";
         let mut command = Command::new("sh");
-        command.args(["-c", KEEP, "sh"]).arg(&self.dir);
+        command.args(["-c", KEEP, "sh"]).arg(&self.dir).process_group(0);
         let mut keeper =
             command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("no sh")?;
         let said = keeper.stdout.take().map(BufReader::new).context("no output")?.lines().next();

@@ -33,7 +33,7 @@ pub(super) struct Record {
     #[serde(default)]
     pub(super) disks: Vec<(String, u64)>,
     /// Where the copy of what is missing is, of which it was seen that the source makes it there.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) safe: Option<PathBuf>,
 }
 

@@ -93,6 +93,9 @@ mod tests {
         let session = SessionId([5; 16]);
         let mark = Mark::make(&directory, session).unwrap();
         Mark::find(&directory, session).unwrap();
+        // As when its godwit was killed just then. Mutation: it is in its own way.
+        std::mem::forget(mark);
+        let mark = Mark::make(&directory, session).unwrap();
         // Mutation: any file of godwit's is taken for it.
         assert!(Mark::find(&directory, SessionId([6; 16])).unwrap_err().contains("not the same"));
         assert!(Mark::find(&other, session).unwrap_err().contains("not the same storage"));

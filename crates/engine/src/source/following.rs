@@ -10,7 +10,7 @@ use crate::handle::MigrationHandle;
 use crate::record::Place;
 use crate::report::{Measures, Progress};
 use crate::vm::SourceVm;
-use crate::{EngineError, Failure, Phase, Survivor};
+use crate::{EngineError, Failure, Phase, Survivor, remainder};
 use godwit_protocol::source::Input;
 
 /// Goes on for a godwit that was killed when the guest of `vm` ran at the destination, or was about
@@ -97,17 +97,19 @@ impl Source<'_> {
     fn take_up_left(&mut self) -> Result<(), EngineError> {
         let path = self.options.follow_record.as_ref().ok_or(EngineError::Panicked("main"))?;
         let mut place = Place::new(path);
-        let how = (self.vm.was_running(), self.options.post_copy_safe.as_deref());
-        let found = Record::find(&mut place, how, (&self.ram, &[]))?;
+        let running = self.vm.was_running();
+        let found = Record::find(&mut place, running, (&self.ram, &[]), |_| None)?;
         let record = found.ok_or_else(|| place.refused("it is not there"))?;
         let (place, record) = self.followed.insert((place, record));
         place.write(record)?;
         self.session.restore(record)?;
         self.session.takes_over();
+        // Who goes on may have the storage at another place by now.
+        let safe = self.options.post_copy_safe.as_deref().or(record.safe());
+        self.copied = safe.map(|directory| remainder::place(directory, record.id()));
         let (common, restarts) = (record.common(), record.restarts());
         self.agreed(common);
         (self.leaves, self.restarts) = (true, restarts);
-        self.copied = self.options.post_copy_safe.is_some();
         Ok(())
     }
 }

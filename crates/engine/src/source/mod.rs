@@ -364,7 +364,7 @@ struct Source<'a> {
     may_leave: bool,
     leaves: bool,
     /// What was missing then is in a third place as well.
-    copied: bool,
+    copied: Option<PathBuf>,
     /// How the connections were lost just now.
     loss: Option<EngineError>,
     /// What another godwit would go on by.
@@ -490,7 +490,7 @@ impl<'a> Source<'a> {
             ending,
             may_leave,
             leaves,
-            copied: false,
+            copied: None,
             loss,
             record,
             followed: None,
@@ -567,13 +567,17 @@ impl Source<'_> {
         }
         let mut place = Place::new(path);
         let disks = setup.disks.named();
-        let how = (self.vm.was_running(), self.options.post_copy_safe.as_deref());
-        let found = Record::find(&mut place, how, (&self.ram, &disks))?;
+        let (running, safe) = (self.vm.was_running(), self.options.post_copy_safe.as_deref());
+        let elsewhere = |record: &Record| record.copies_elsewhere(safe);
+        let found = Record::find(&mut place, running, (&self.ram, &disks), elsewhere)?;
         if let Some(record) = &found {
-            place.write(record)?;
-            // What it is refused for may be another one's next time.
             let taken_up = self.session.restore(record).and_then(|()| setup.restart(self, record));
-            taken_up.inspect_err(|_| place.abandon())?;
+            taken_up.and_then(|()| place.write(record)).inspect_err(|error| {
+                // The storage may come back, and another attempt take it up.
+                if matches!(error, EngineError::Remainder { .. } | EngineError::Record { .. }) {
+                    place.abandon();
+                }
+            })?;
             self.agreed(setup.common);
             self.restarts = record.restarts();
         }

@@ -187,7 +187,7 @@ impl Source<'_> {
         let (mut told, mut moved, mut left) = (Instant::now(), Instant::now(), writing.left());
         loop {
             if let Some(written) = writing.within(limits::TICK / 4) {
-                self.copied = written.is_ok();
+                self.copied = written.is_ok().then_some(path);
                 return written;
             }
             if self.session.interrupt().is_raised() {
@@ -213,9 +213,7 @@ impl Source<'_> {
     /// The copy of what was missing at the destination, where it may still be needed behind a
     /// migration that ended in `state`. Else it is removed.
     pub(super) fn safe_copy(&self, state: State) -> Option<PathBuf> {
-        let directory = self.options.post_copy_safe.as_ref().filter(|_| self.copied)?;
-        let ((session, ..), _) = self.session.known_by();
-        let path = remainder::place(directory, session);
+        let path = self.copied.clone()?;
         if state.is_final() {
             remainder::remove(path);
             return None;

@@ -41,7 +41,7 @@ pub(super) struct Record {
     disks: Vec<(String, u64)>,
     /// Where what is missing is to be copied to, of which the destination has seen that it is the
     /// same storage there.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     safe: Option<PathBuf>,
     /// How many godwits have taken it up already.
     restarts: u8,
@@ -51,20 +51,19 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// The one that a killed godwit has left at `place` for this machine, if one has.
+    /// The one that a killed godwit has left at `place` for this machine, if one has; `or_else`
+    /// says what else may stand against it.
     ///
     /// # Errors
     /// When that is not dead, or the record does not fit or is not ours.
     pub(super) fn find(
         place: &mut Place,
-        (running, safe): (bool, Option<&Path>),
+        running: bool,
         (ram, disks): Machine<'_>,
+        or_else: impl FnOnce(&Self) -> Option<&'static str>,
     ) -> Result<Option<Self>, EngineError> {
         let found = place.find(|record: &Self| {
-            let elsewhere = "it was begun with another --postcopy-safe, or without: give what it \
-                             was begun with";
-            let same = record.safe.as_deref() == safe;
-            record.unfit(running, (ram, disks)).or((!same).then_some(elsewhere))
+            record.unfit(running, (ram, disks)).or_else(|| or_else(record))
         })?;
         Ok(found.map(|record| Self { restarts: record.restarts + 1, ..record }))
     }
@@ -90,6 +89,19 @@ impl Record {
             restarts: 0,
             runs_there: false,
         }
+    }
+
+    /// Why who would copy what is missing to `safe` cannot take it up before the guest has left, if
+    /// so: the destination looks elsewhere.
+    pub(super) fn copies_elsewhere(&self, safe: Option<&Path>) -> Option<&'static str> {
+        (self.safe.as_deref() != safe).then_some(
+            "it was begun with another --postcopy-safe, or without: give what it was begun with",
+        )
+    }
+
+    /// The directory of the copy of what is missing, if one was wanted.
+    pub(super) fn safe(&self) -> Option<&Path> {
+        self.safe.as_deref()
     }
 
     /// Whether the guest is known to run at the destination.
@@ -190,7 +202,8 @@ mod tests {
         let record = Record::new(told, None, &common, (true, safe), (&ram, &disks));
         let find_with = |running, safe, ram| {
             let place = &mut Place::new(&path);
-            Record::find(place, (running, safe), (ram, &disks)).map(|found| found.is_some())
+            Record::find(place, running, (ram, &disks), |it| it.copies_elsewhere(safe))
+                .map(|found| found.is_some())
         };
         let find = |running, ram| find_with(running, safe, ram);
         let refused = |running, ram| find(running, ram).unwrap_err().to_string();
@@ -230,7 +243,9 @@ mod tests {
         assert_eq!(record.unfit(true, (&ram, &disks)), None);
 
         let mut next = Place::new(&path);
-        let found = Record::find(&mut next, (true, safe), (&ram, &disks)).unwrap().unwrap();
+        // Who follows a guest that has left need not name it.
+        let found = Record::find(&mut next, true, (&ram, &disks), |_| None).unwrap().unwrap();
+        assert_eq!(found.safe(), safe);
         assert_eq!((found.attempt(), found.secret().0), (ATTEMPTS, [2; 32]));
         next.write(&found).unwrap();
         drop(next);

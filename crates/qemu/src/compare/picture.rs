@@ -97,7 +97,7 @@ fn plain(value: &Value) -> String {
 
 /// What a machine was made with and keeps as long as it lives: all that takes a question for each
 /// property. QEMU's monitor reads questions byte by byte (`monitor_can_read` in monitor/monitor.c),
-/// so that each takes over half a millisecond, and there are some eighty.
+/// so that each takes over half a millisecond, and there are forty to eighty.
 #[derive(Clone, Debug)]
 pub(crate) struct Realized(Picture);
 
