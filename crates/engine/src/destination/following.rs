@@ -65,6 +65,7 @@ pub fn follow(
     let mut destination = Destination::new(vm, options, notice, session);
     match destination.take_up_left(&left) {
         Ok(lanes) => {
+            // Who goes on may have the storage at another place by now.
             let safe = left.written.record.safe.clone();
             destination.safe = destination.safe.take().or(safe);
             destination.followed = Some(left);

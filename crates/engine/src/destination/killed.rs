@@ -38,7 +38,10 @@ impl Kept {
                 Ok(()) if options.disks.is_none() && !record.disks.is_empty() => {
                     Some("disks move along, which have to be allowed again")
                 }
-                Ok(()) => record.unfit(&vm.ram(), options.post_copy_safe.as_deref()),
+                Ok(()) => {
+                    let safe = options.post_copy_safe.as_deref();
+                    record.unfit(&vm.ram()).or_else(|| record.copied_elsewhere(safe))
+                }
                 Err(_) => Some("the machine does not take a guest with these RAM blocks"),
             }
         })?;

@@ -117,8 +117,7 @@ impl Left {
     /// When it is another machine's.
     pub(super) fn missing(&self, ram: &[RamBlock]) -> Result<Vec<DirtyBitmap>, EngineError> {
         let Written { record, missing, .. } = &self.written;
-        // Who goes on may have the storage at another place by now.
-        let why = record.unfit(ram, record.safe.as_deref()).or_else(|| {
+        let why = record.unfit(ram).or_else(|| {
             let fits = |(block, runs): (&RamBlock, &Vec<(u64, u64)>)| {
                 let end = |run: &(u64, u64)| run.0.checked_add(run.1);
                 runs.iter().all(|run| end(run).is_some_and(|end| end <= block.pages().0))

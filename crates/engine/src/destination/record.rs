@@ -70,8 +70,16 @@ impl Record {
         (all && order.len() == ram.len()).then_some(order)
     }
 
-    /// Why it is not of this machine, or not of who would look for a copy in `safe`, if so.
-    pub(super) fn unfit(&self, ram: &[RamBlock], safe: Option<&Path>) -> Option<&'static str> {
+    /// Why who would look for the copy of what is missing in `safe` cannot take it up before the
+    /// guest has left, if so: the source makes it elsewhere.
+    pub(super) fn copied_elsewhere(&self, safe: Option<&Path>) -> Option<&'static str> {
+        let looked_for = self.features().contains(Feature::PostCopySafe);
+        (looked_for && self.safe.as_deref() != safe)
+            .then_some("it was begun with another --postcopy-safe: give what it was begun with")
+    }
+
+    /// Why it is not of this machine, if so.
+    pub(super) fn unfit(&self, ram: &[RamBlock]) -> Option<&'static str> {
         let here = self.version().map(Version::features);
         let features = self.features();
         if self.order(ram).is_none() {
@@ -82,8 +90,6 @@ impl Record {
             || !here.is_some_and(|here| features.is_within(here))
         {
             Some("this godwit has not the features of the session")
-        } else if features.contains(Feature::PostCopySafe) && self.safe.as_deref() != safe {
-            Some("it was begun with another --postcopy-safe: give what it was begun with")
         } else {
             None
         }
@@ -115,10 +121,11 @@ mod tests {
         };
         let safe = Some(Path::new("/mnt"));
         let ram = [block("a", 4), block("b", 5)];
-        assert_eq!((record.unfit(&ram, safe), record.order(&ram)), (None, Some(vec![1, 0])));
+        assert_eq!((record.unfit(&ram), record.order(&ram)), (None, Some(vec![1, 0])));
+        assert_eq!(record.copied_elsewhere(safe), None);
         // Mutation: it would look for the copy where the source does not make it.
         for elsewhere in [None, Some(Path::new("/mnt/other"))] {
-            let why = record.unfit(&ram, elsewhere);
+            let why = record.copied_elsewhere(elsewhere);
             assert!(why.is_some_and(|why| why.contains("another --postcopy-safe")));
         }
         let other = [
@@ -127,13 +134,13 @@ mod tests {
             vec![block("a", 4), block("b", 5), block("c", 1)],
         ];
         for other in other {
-            assert!(record.unfit(&other, safe).is_some_and(|why| why.contains("other RAM blocks")));
+            assert!(record.unfit(&other).is_some_and(|why| why.contains("other RAM blocks")));
         }
         for features in [Features::NONE, Features(Features::HERE.0 | 1 << 31)] {
             let other = Record { features: features.0, ..record.clone() };
-            assert!(other.unfit(&ram, safe).is_some_and(|why| why.contains("features")));
+            assert!(other.unfit(&ram).is_some_and(|why| why.contains("features")));
         }
         let other = Record { version: u16::MAX, ..record };
-        assert!(other.unfit(&ram, safe).is_some_and(|why| why.contains("version")));
+        assert!(other.unfit(&ram).is_some_and(|why| why.contains("version")));
     }
 }

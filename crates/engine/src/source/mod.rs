@@ -328,7 +328,7 @@ pub fn inquire(
     let progress = &mut |_: &Progress| {};
     let (mut source, mut setup) =
         Source::new(vm, options, handle, progress).map_err(EngineError::Random)?;
-    let answer = setup.present(&mut source, Message::Inquiry).and_then(|common| {
+    let answer = setup.present(&mut source, Message::Inquiry, None).and_then(|common| {
         let trial = trial.filter(|_| common.features.contains(Feature::Trial));
         let longest = Duration::from_secs(2);
         let tried =
@@ -363,7 +363,7 @@ struct Source<'a> {
     /// What is left may follow when the guest runs at the destination, and does.
     may_leave: bool,
     leaves: bool,
-    /// What was missing then is in a third place as well.
+    /// Where what was missing then is in a third place as well.
     copied: Option<PathBuf>,
     /// How the connections were lost just now.
     loss: Option<EngineError>,

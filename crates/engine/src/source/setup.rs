@@ -39,8 +39,6 @@ pub(super) struct Setup {
     pub(super) proves: bool,
     /// What both sides have, as soon as the destination has accepted.
     pub(super) common: Common,
-    /// What the destination knows by where the copy of what is missing is to be made.
-    safe_place: Option<Mark>,
     /// How long it took to connect.
     pub(super) round_trip: Duration,
 }
@@ -64,7 +62,6 @@ impl Setup {
             restarted: false,
             proves: false,
             common,
-            safe_place: None,
             round_trip: Duration::ZERO,
         })
     }
@@ -72,9 +69,9 @@ impl Setup {
     /// Connects and offers the machine, until the destination accepts it.
     pub(super) fn offer(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
         source.allow_post_copy(None)?;
-        self.safe_place = source.mark_safe_place()?;
-        self.common = self.present(source, Message::Offer)?;
-        self.safe_place = None;
+        let mark = source.mark_safe_place()?;
+        self.common = self.present(source, Message::Offer, mark.as_ref())?;
+        drop(mark);
         source.agreed(self.common);
         source.allow_post_copy(Some(self.common.features))?;
         if !source.options.reconnect.is_zero() {
@@ -135,12 +132,13 @@ impl Setup {
         Ok(())
     }
 
-    /// Connects and tells of the machine by a message that `kind` makes, until the destination
-    /// accepts it; what both sides have.
+    /// Connects and tells of the machine by a message that `kind` makes, and that there is a `mark`
+    /// of where the copy is to be made, until the destination accepts it; what both sides have.
     pub(super) fn present(
         &mut self,
         source: &mut Source<'_>,
         kind: fn(Offer) -> Message,
+        mark: Option<&Mark>,
     ) -> Result<Common, EngineError> {
         self.look_at_io(source)?;
         let most = [
@@ -155,7 +153,7 @@ impl Setup {
         let disks = source.vm.moving_disks();
         let granularity = disks.map_or_else(Vec::new, |vm| vm.disk_granularity());
         let mut features = source.session.version().features();
-        if self.safe_place.is_none() {
+        if mark.is_none() {
             features = features.without(Feature::PostCopySafe);
         }
         if features.contains(Feature::PostCopy) && source.options.post_copy != PostCopy::Never {
