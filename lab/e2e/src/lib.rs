@@ -10,10 +10,12 @@ pub mod evacuation;
 mod keys;
 mod microvm;
 mod terminal;
+mod third;
 
 pub use keys::Keys;
 pub use microvm::MicroPair;
 pub use terminal::{Screen, Terminal};
+pub use third::Third;
 
 use std::time::{Duration, Instant};
 

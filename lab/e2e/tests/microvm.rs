@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{
-    LIMIT, MicroPair, await_copying, check_no_userfaultfd, check_refused, check_rights,
+    LIMIT, MicroPair, Third, await_copying, check_no_userfaultfd, check_refused, check_rights,
     check_untouched, oldest,
 };
 use godwit_stamp::settings::Mode;
@@ -721,25 +721,24 @@ fn a_guest_whose_source_ends_has_the_rest_from_the_copy() -> anyhow::Result<()> 
     // Mutation: the machine is not told where the copy is.
     let test = "a_guest_whose_source_ends_has_the_rest_from_the_copy";
     let Some(mut pair) = MicroPair::start(test, SMALL)? else { return Ok(()) };
-    let place = std::env::temp_dir().join(format!("godwit-micro-third-{}", std::process::id()));
-    std::fs::create_dir(&place)?;
-    let copies = || std::fs::read_dir(&place).map_or(0, std::iter::Iterator::count);
-    let safe = ["--postcopy-safe", &place.to_string_lossy()];
+    let third = Third::new()?;
+    let [option, place] = third.option();
+    let safe = [option.as_str(), place.as_str()];
     let (receive, address) = pair.godwit.receive(&pair.destination, &safe)?;
     let options = [FOLLOWED, &safe].concat();
     let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
     migrate.wait_for("the guest to run there", LIMIT, follows)?;
-    ensure!(copies() == 1, "no copy");
+    ensure!(third.files()? == 1, "no copy");
     pair.source.kill();
     let migrate = migrate.wait(LIMIT)?;
     ensure!(migrate.last()["guest"] == "destination", "{} {}", migrate.last(), migrate.errors);
     let copy = receive.wait_for("the copy", LIMIT, |line: &Value| line["event"] == "copy")?;
     ensure!(copy["why"].is_null(), "{copy}");
     let until = std::time::Instant::now() + LIMIT;
-    while copies() > 0 && std::time::Instant::now() < until {
+    while third.files()? > 0 && std::time::Instant::now() < until {
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
-    std::fs::remove_dir(&place).context("the copy stays")?;
+    ensure!(third.files()? == 0, "the copy stays");
     pair.destination.wait_for_heartbeats_after(std::time::Instant::now(), 3, LIMIT)?;
     ensure!(pair.destination.bugs().is_empty(), "{:?}", pair.destination.bugs());
     // The source is waited for, which may only be far away.

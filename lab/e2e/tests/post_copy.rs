@@ -1,13 +1,13 @@
 //! Guests that run at the destination before all of their memory is there.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{
-    LIMIT, Pair, await_copying, await_quit, check_moved, check_no_userfaultfd, check_refused,
-    check_untouched, ends_with_its_guardian, follow_records, recover_knows,
+    LIMIT, Pair, Third, await_copying, await_quit, check_moved, check_no_userfaultfd,
+    check_refused, check_untouched, ends_with_its_guardian, follow_records, recover_knows,
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
@@ -367,32 +367,6 @@ fn where_pages_cannot_be_waited_for_the_guest_does_not_leave() -> anyhow::Result
     check_moved(&mut pair, &migrate)
 }
 
-/// A directory to which what is missing is copied, which goes with this.
-struct Third(PathBuf);
-
-impl Third {
-    fn new(name: &str) -> anyhow::Result<Self> {
-        let directory = std::env::temp_dir().join(format!("godwit-{name}-{}", std::process::id()));
-        std::fs::create_dir(&directory).context("no directory")?;
-        Ok(Self(directory))
-    }
-
-    fn option(&self) -> [String; 2] {
-        ["--postcopy-safe".to_owned(), self.0.to_string_lossy().into_owned()]
-    }
-
-    /// What is in its directory.
-    fn files(&self) -> anyhow::Result<usize> {
-        Ok(std::fs::read_dir(&self.0)?.count())
-    }
-}
-
-impl Drop for Third {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
 fn is_event(name: &'static str) -> impl Fn(&Value) -> bool {
     move |line| line["event"] == name
 }
@@ -418,7 +392,7 @@ fn where_the_source_host_dies_the_rest_is_taken_from_the_copy() -> anyhow::Resul
     let builds = builds_in_turn_for(test);
     for (build, backend) in builds.iter().flat_map(|build| BACKENDS.map(|kind| (build, kind))) {
         println!("with {build} and {backend:?}");
-        let third = Third::new("third")?;
+        let third = Third::new()?;
         let [option, place] = third.option();
         let safe = [option.as_str(), place.as_str()];
         let mut pair = Pair::start(&config_in(build, backend, Mode::Rate))?;
@@ -450,7 +424,7 @@ fn where_the_source_host_dies_the_rest_is_taken_from_the_copy() -> anyhow::Resul
 fn who_follows_at_the_destination_takes_the_rest_from_the_copy_too() -> anyhow::Result<()> {
     let builds = builds_for("who_follows_at_the_destination_takes_the_rest_from_the_copy_too");
     let Some(build) = builds.last() else { return Ok(()) };
-    let third = Third::new("third-follow")?;
+    let third = Third::new()?;
     let [option, place] = third.option();
     let safe = [option.as_str(), place.as_str()];
     let mut pair = Pair::start(&config(build, Mode::Rate))?;
@@ -484,8 +458,8 @@ fn a_copy_that_cannot_be_made_leaves_the_guest_at_the_source() -> anyhow::Result
         }
     };
     let mut pair = Pair::start(&config(build, Mode::Rate))?;
-    let third = Third::new("third-full")?;
-    let (file, nothing) = (third.0.join("file"), third.0.join("nothing"));
+    let third = Third::new()?;
+    let (file, nothing) = (third.directory().join("file"), third.directory().join("nothing"));
     std::fs::write(&file, "precious")?;
     // Before anything is sent, and so the destination goes on waiting.
     let room = ["--postcopy-safe", &mount.dir().to_string_lossy()];
@@ -513,7 +487,7 @@ fn a_copy_that_cannot_be_made_leaves_the_guest_at_the_source() -> anyhow::Result
 fn a_copy_is_gone_when_all_has_come() -> anyhow::Result<()> {
     let builds = builds_for("a_copy_is_gone_when_all_has_come");
     let Some(build) = builds.last() else { return Ok(()) };
-    let third = Third::new("third-gone")?;
+    let third = Third::new()?;
     let [option, place] = third.option();
     let mut pair = Pair::start(&config(build, Mode::Rate))?;
     let (receive, address) = pair.godwit.receive(&pair.destination, &[&option, &place])?;
@@ -533,7 +507,7 @@ fn a_destination_that_would_not_find_the_copy_refuses() -> anyhow::Result<()> {
     // Mutations: it is not looked for; the mark stays.
     let builds = builds_for("a_destination_that_would_not_find_the_copy_refuses");
     let Some(build) = builds.last() else { return Ok(()) };
-    let (here, elsewhere) = (Third::new("third-here")?, Third::new("third-elsewhere")?);
+    let (here, elsewhere) = (Third::new()?, Third::new()?);
     let [option, place] = here.option();
     let safe = [option.as_str(), place.as_str()];
     let mut pair = Pair::start(&config(build, Mode::Rate))?;

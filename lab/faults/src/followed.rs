@@ -9,23 +9,29 @@
 //! nothing of godwit's is left but, where the source was lost, a `godwit receive` that waits two
 //! minutes for it, and its record.
 
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use fastrand::Rng;
 use godwit_e2e::{
-    LIMIT, Pair, await_quit, check_moved, check_no_userfaultfd, check_untouched, follow_records,
-    guardian_of, recover_knows,
+    LIMIT, Pair, Third, await_quit, check_moved, check_no_userfaultfd, check_untouched,
+    follow_records, guardian_of, recover_knows,
 };
 use godwit_testbed::{Link, Movable, Running, VmConfig};
 use rustix::process::Signal;
 use serde_json::Value;
 
 /// So slow that the memory of a small guest takes a few seconds.
-const SLOW: [&str; 7] =
-    ["--max-bandwidth", "60MiB/s", "--compression", "none", "--reconnect", "60s", "--postcopy"];
+const SLOW: [&str; 8] = [
+    "--max-bandwidth",
+    "60MiB/s",
+    "--compression",
+    "none",
+    "--reconnect",
+    "60s",
+    "--postcopy",
+    "now",
+];
 /// From the beginning of a migration, or from the fault before, to the next one, at the most.
 const BETWEEN: Duration = Duration::from_millis(900);
 const LOOK: Duration = Duration::from_millis(20);
@@ -95,30 +101,6 @@ pub fn draw(kind: Kind, rng: &mut Rng) -> Fault {
     }
 }
 
-/// A directory for copies, which goes with this.
-struct Third(PathBuf);
-
-impl Third {
-    fn new() -> anyhow::Result<Self> {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("godwit-followed-{}-{number}", std::process::id());
-        let directory = std::env::temp_dir().join(name);
-        std::fs::create_dir(&directory).context("no directory")?;
-        Ok(Self(directory))
-    }
-
-    fn files(&self) -> anyhow::Result<usize> {
-        Ok(std::fs::read_dir(&self.0)?.count())
-    }
-}
-
-impl Drop for Third {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
 /// A move in which faults strike.
 struct Move<'a> {
     pair: &'a mut Pair,
@@ -140,12 +122,10 @@ struct Move<'a> {
 pub fn run(config: &VmConfig, faults: &[Fault], rng: &mut Rng) -> anyhow::Result<Counts> {
     let mut pair = Pair::start(config)?;
     let third = faults.contains(&Fault::LoseSource).then(Third::new).transpose()?;
-    let safe = safe(third.as_ref());
-    let safe: Vec<&str> = safe.iter().map(String::as_str).collect();
-    let (receive, address) = pair.godwit.receive(&pair.destination, &safe)?;
+    let safe = third.as_ref().map(Third::option);
+    let (receive, address) = pair.godwit.receive(&pair.destination, &options(&[], &safe))?;
     let link = Link::to(&address)?;
-    let options = [&options()[..], &safe].concat();
-    let migrate = pair.godwit.migrate(&pair.source, link.address(), &options)?;
+    let migrate = pair.godwit.migrate(&pair.source, link.address(), &options(&SLOW, &safe))?;
     let mut one = Move {
         pair: &mut pair,
         address,
@@ -166,15 +146,10 @@ pub fn run(config: &VmConfig, faults: &[Fault], rng: &mut Rng) -> anyhow::Result
     one.settle()
 }
 
-fn options() -> Vec<&'static str> {
-    [&SLOW[..], &["now"]].concat()
-}
-
-/// The options of both sides for a copy.
-fn safe(third: Option<&Third>) -> Vec<String> {
-    third.map_or_else(Vec::new, |third| {
-        vec!["--postcopy-safe".to_owned(), third.0.to_string_lossy().into_owned()]
-    })
+/// `own` options of a side, and those of both for a copy.
+fn options<'a>(own: &[&'a str], safe: &'a Option<[String; 2]>) -> Vec<&'a str> {
+    let safe = safe.iter().flatten().map(String::as_str);
+    own.iter().copied().chain(safe).collect()
 }
 
 impl Move<'_> {
@@ -253,20 +228,18 @@ impl Move<'_> {
     fn go_on(&mut self) -> anyhow::Result<()> {
         if self.receive.is_none() && self.lacks() && self.pair.destination.is_alive() {
             let there = &self.pair.destination;
-            let safe = safe(self.third.as_ref());
-            let safe: Vec<&str> = safe.iter().map(String::as_str).collect();
-            let (receive, _) = self.pair.godwit.receive_on(&self.address, there, &safe)?;
+            let safe = self.third.as_ref().map(Third::option);
+            let options = options(&[], &safe);
+            let (receive, _) = self.pair.godwit.receive_on(&self.address, there, &options)?;
             self.receive = Some(receive);
         }
         if self.migrate.is_none()
             && matches!(self.known()?.as_str(), "follows" | "leaves")
             && self.receive.is_some()
         {
-            let safe = safe(self.third.as_ref());
-            let safe = safe.iter().map(String::as_str);
-            let options: Vec<&str> = options().into_iter().chain(safe).collect();
-            let migrate =
-                self.pair.godwit.migrate(&self.pair.source, self.link.address(), &options)?;
+            let safe = self.third.as_ref().map(Third::option);
+            let (to, options) = (self.link.address(), options(&SLOW, &safe));
+            let migrate = self.pair.godwit.migrate(&self.pair.source, to, &options)?;
             self.migrate = Some(migrate);
         }
         Ok(())
