@@ -274,7 +274,14 @@ impl Shared {
                 num_replicas: options.replicas,
                 ..stream::Config::default()
             };
-            context.create_stream(config).await.map_err(|error| failed("made", &chain(&error)))?;
+            let made = context.create_stream(config).await;
+            // Another coordinator may make it at the same moment: servers were seen to refuse one
+            // of the two then (`subjects overlap`), although both want the same.
+            if let Err(error) = made
+                && context.get_stream(format!("KV_{name}")).await.is_err()
+            {
+                return Err(failed("made", &chain(&error)));
+            }
         }
         let opened = context.get_key_value(&name).await;
         let bucket = opened.map_err(|error| failed("opened", &chain(&error)))?;

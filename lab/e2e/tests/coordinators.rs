@@ -4,11 +4,13 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::LIMIT;
 use godwit_e2e::evacuation::{VMS, World};
+use godwit_evacuate::{NatsOptions, NatsStore};
 use godwit_testbed::{Nats, at_most, kvm_for, nats_for};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -141,6 +143,12 @@ impl Shared {
     }
 }
 
+/// Whether it was started when all was over, and told so.
+fn is_late(report: &Value) -> bool {
+    let error = report["error"].as_str().unwrap_or_default();
+    report["outcome"] == "refused" && error.contains("has a plan already")
+}
+
 /// What each move is told.
 const MIGRATE: [&str; 5] = ["--", "--reconnect", "0s", "--compression", "none"];
 
@@ -195,10 +203,9 @@ fn disturbed(program: &Path, moments: &[Duration], stop: bool) -> anyhow::Result
         coordinators.push(victim);
     }
     let reports = coordinators.iter_mut().map(Coordinator::report);
-    let mut reports = reports.collect::<anyhow::Result<Vec<_>>>()?;
-    // One that was started when it was over is told so.
-    reports.retain(|report| report["outcome"] != "refused");
-    ensure!(!reports.is_empty(), "nobody tells how it ended");
+    let (late, reports): (Vec<_>, Vec<_>) =
+        reports.collect::<anyhow::Result<Vec<_>>>()?.into_iter().partition(is_late);
+    ensure!(!reports.is_empty(), "nobody tells how it ended: {late:?}");
     for report in &reports {
         ensure!(report == &reports[0], "{report} and {}", reports[0]);
     }
@@ -244,6 +251,27 @@ fn coordinators_are_killed_or_stopped_at_a_hundred_moments() -> anyhow::Result<(
     let moments = at_most(100);
     if rounds("coordinators_are_killed_or_stopped_at_a_hundred_moments", moments)? {
         write_down(moments)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn those_that_begin_at_once_find_one_place_for_the_plan() -> anyhow::Result<()> {
+    let test = "those_that_begin_at_once_find_one_place_for_the_plan";
+    let Some(program) = nats_for(test) else { return Ok(()) };
+    let nats = Nats::start(&program, "")?;
+    for round in 0..40 {
+        let options = NatsOptions::of(&nats.address(), &format!("e{round}"));
+        let gate = Barrier::new(4);
+        let connect = || {
+            gate.wait();
+            NatsStore::connect(&options).map(drop)
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(connect)).collect();
+            threads.into_iter().try_for_each(|it| it.join().expect("it does not panic"))
+        })
+        .with_context(|| format!("round {round}"))?;
     }
     Ok(())
 }
