@@ -132,6 +132,39 @@ fn now_leaves_everything_and_the_guest_waits_for_no_more_than_it_uses() {
     assert!(measures.total >= measures.downtime + post_copy.time);
 }
 
+/// Its machine has no need of tracking.
+fn untracked() -> Source {
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    source.goes_untracked = true;
+    source
+}
+
+#[test]
+fn who_leaves_at_once_is_not_tracked_and_all_others_are() {
+    let moved = move_from(untracked(), &options(PostCopy::Now), &handle(), |_| {}, Address::clone);
+    moved.came_whole();
+    assert!(!moved.source.tracked && moved.found.missing == ALL);
+
+    let busy = || Source::start(Duration::from_secs(60), Vec::new());
+    let moved = move_from(busy(), &options(PostCopy::Now), &handle(), |_| {}, Address::clone);
+    moved.came_whole();
+    assert!(moved.source.tracked, "its machine needs it");
+    let later = [PostCopy::After(1), PostCopy::OnTimeout];
+    for post_copy in later {
+        let moved = move_from(untracked(), &options(post_copy), &handle(), |_| {}, Address::clone);
+        moved.came_whole();
+        assert!(moved.source.tracked, "{post_copy}");
+    }
+}
+
+#[test]
+fn who_is_not_tracked_and_is_refused_runs_on() {
+    let lacks = |destination: &mut Destination| destination.cannot_await = Some("no".to_owned());
+    let moved = move_from(untracked(), &options(PostCopy::Now), &handle(), lacks, Address::clone);
+    assert_eq!(moved.result.unwrap_err().survivor, Survivor::Source);
+    assert!(!moved.found.ran && moved.source.running.load(Ordering::Relaxed));
+}
+
 #[test]
 fn after_some_rounds_only_what_is_dirty_follows() {
     let late = Duration::from_secs(60);
@@ -217,7 +250,9 @@ fn connections_that_are_lost_meanwhile_are_made_again() {
             .collect();
         let mut proxy = None;
         let through = |to: &Address| proxy.insert(Proxy::new(to, &cuts)).address();
-        let moved = move_over(&options(PostCopy::Now), &handle(), |_| {}, through);
+        let mut source = untracked();
+        source.goes_untracked = seed > 0;
+        let moved = move_from(source, &options(PostCopy::Now), &handle(), |_| {}, through);
         let measures = moved.came_whole();
         let made = proxy.unwrap().cuts_made();
         assert!(made > 0, "seed {seed}");

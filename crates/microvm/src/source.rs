@@ -126,6 +126,10 @@ impl SourceVm for MicrovmSource<'_> {
         Ok(self.machine.start_tracking()?)
     }
 
+    fn can_go_untracked(&self) -> bool {
+        true
+    }
+
     fn switchover_costs(&self) -> SwitchoverCosts {
         // As measured (docs/benchmarks.md), with room for a busy host.
         SwitchoverCosts {

@@ -83,6 +83,8 @@ fn a_guest_leaves_at_once_and_its_memory_follows() -> anyhow::Result<()> {
         let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
         let context = || format!("{build}, {backend:?}");
         check_followed(&mut pair, &migrate, &receive).with_context(context)?;
+        let attached = &migrate.last()["tracking_stop_us"];
+        ensure!(attached == 0, "QEMU was attached to: stopped for {attached} us");
         let downtime = migrate.last()["downtime_ms"].as_f64().context("no downtime")?;
         let time = migrate.last()["post_copy"]["time_ms"].as_f64().context("no time")?;
         println!("{build}: downtime {downtime:.1} ms, the rest within {time:.0} ms");
@@ -111,6 +113,8 @@ fn a_guest_at_full_speed_leaves_after_a_round() -> anyhow::Result<()> {
         let options = ["--postcopy", "after 1", "--throttle", "off", "--downtime-limit", "20ms"];
         let (migrate, receive) = over(&pair, &options)?;
         check_followed(&mut pair, &migrate, &receive).with_context(|| build.to_string())?;
+        let attached = migrate.last()["tracking_stop_us"].as_u64();
+        ensure!(attached.is_some_and(|time| time > 0), "writes were not tracked");
     }
     Ok(())
 }

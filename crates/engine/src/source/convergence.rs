@@ -77,14 +77,15 @@ impl Convergence {
         }
     }
 
-    /// Puts the first plan in force. Without fingerprints the guest's writes are not governed, as a
-    /// segment that changes hands would be sent again.
-    pub(super) fn begin(&mut self, vm: &mut dyn SourceVm, disks: &mut Disks, fingerprints: bool) {
-        let refusal = if fingerprints {
-            Slowdown::cannot_govern(vm)
-        } else {
-            Some("it needs the page fingerprints".to_owned())
-        };
+    /// Puts the first plan in force. `lacks`: why the guest's writes cannot be governed whatever the
+    /// machine can. Without fingerprints a segment that changes hands would be sent again.
+    pub(super) fn begin(
+        &mut self,
+        vm: &mut dyn SourceVm,
+        disks: &mut Disks,
+        lacks: Option<&'static str>,
+    ) {
+        let refusal = lacks.map(str::to_owned).or_else(|| Slowdown::cannot_govern(vm));
         self.can_govern = refusal.is_none() && vm.was_running();
         if let (Some(why), ThrottleMode::Governor) = (refusal, self.policy.settings().throttle) {
             self.fall_back(&why);

@@ -36,6 +36,7 @@ use super::session::Event;
 use super::setup::Setup;
 use super::slips::Slips;
 use super::state_relay::StateRelay;
+use super::untracked::Untracked;
 use super::verification::{self, Cost};
 use super::{Verify, look_back};
 use crate::address::Stream;
@@ -93,16 +94,22 @@ impl Copying {
         let streams = (0..at_once).map(|number| session.connect_channel(number));
         let mut streams = streams.collect::<Result<Vec<_>, _>>()?;
         let disk_streams = streams.split_off(streams.len().min(options.channels.into()));
-        let tracker = source.vm.start_tracking().map_err(EngineError::Vm)?;
+        // Where nothing is sent before the guest has left, what it writes need not be known.
+        let untracked =
+            source.leaves_at_once() && !(restarted || direct_io) && source.vm.can_go_untracked();
+        let tracker = match untracked {
+            true => Arc::new(Untracked),
+            false => source.vm.start_tracking().map_err(EngineError::Vm)?,
+        };
         // From here on direct I/O that begins is seen to begin; what began before must be over.
         drain(source.vm, direct_io)?;
         let tracking_stop = source.vm.tracking_stop();
-        let free = FreeMemory::new(source.vm, direct_io);
+        let free = FreeMemory::new(source.vm, direct_io || untracked);
         let mut segments = SegmentTable::new(Arc::clone(&source.ram))?;
         // Direct I/O that is in flight now must be found by the harvest before its page is sent, so
         // as to be looked at again. A page that counts as dirty from the start cannot be left out.
         let arms = source.vm.was_running()
-            && !direct_io
+            && !(direct_io || untracked)
             && (settings.delay_hot_percent > 0 || free.hints().is_some());
         let look = segments.begin(tracker.as_ref(), arms.then_some(ARMING))?;
         let segments = Arc::new(segments);
@@ -153,7 +160,12 @@ impl Copying {
         let mut convergence =
             Convergence::new(source.handle, settings, parts, &lanes, cost, look.remaining);
         lanes.begin_idle_watch();
-        convergence.begin(source.vm, &mut disks, fingerprints.is_some());
+        let lacks = match (untracked, &fingerprints) {
+            (true, _) => Some("nothing is tracked, as the guest leaves at once"),
+            (_, None) => Some("it needs the page fingerprints"),
+            _ => None,
+        };
+        convergence.begin(source.vm, &mut disks, lacks);
         let round = RoundMeasures::default();
         Ok(Self {
             lanes,

@@ -42,11 +42,11 @@ pub(super) struct FreeMemory {
 }
 
 impl FreeMemory {
-    /// Of a guest whose writes are tracked. With `direct_io` data lands unseen, so a page may be
-    /// written though no harvest says so, and hints are of no use.
-    pub(super) fn new(vm: &mut dyn SourceVm, direct_io: bool) -> Self {
+    /// Of a guest. Where its writes are `unseen` hints are of no use: with direct I/O a page may be
+    /// written though no harvest says so.
+    pub(super) fn new(vm: &mut dyn SourceVm, unseen: bool) -> Self {
         let ram = vm.ram();
-        let wanted = vm.was_running() && !direct_io && vm.free_pages().is_some();
+        let wanted = vm.was_running() && !unseen && vm.free_pages().is_some();
         let sizes: Vec<PageCount> = ram.iter().map(RamBlock::pages).collect();
         let hints = wanted.then(|| Arc::new(FreeHints::new(&sizes)));
         let mut free = Self { ram, hints, asked: None, allocated: PageCount::ZERO };

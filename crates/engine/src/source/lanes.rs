@@ -252,10 +252,8 @@ impl Lanes {
 
     /// Tells the channels now and then how many processors idle.
     pub(super) fn look_at_idle(&mut self) {
-        if let Some(idle) = self.idle.look() {
-            let channels = self.memory.len().max(1) + self.disks.len();
-            self.link.live.set_idle(idle / channels as f64);
-        }
+        let channels = self.memory.len().max(1) + self.disks.len();
+        self.idle.tell(&self.link.live, channels);
     }
 
     /// Sends no more, and has the channels of disks end and let go of these; waits for them, but

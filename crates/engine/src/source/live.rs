@@ -35,7 +35,7 @@ impl Live {
         f64::from_bits(self.idle.load(Ordering::Relaxed))
     }
 
-    pub(super) fn set_idle(&self, processors: f64) {
+    fn set_idle(&self, processors: f64) {
         self.idle.store(processors.to_bits(), Ordering::Relaxed);
     }
 }
@@ -57,7 +57,7 @@ impl IdleWatch {
     }
 
     /// Processors that idled since the last answer; `None` when that was just now.
-    pub(super) fn look(&mut self) -> Option<f64> {
+    fn look(&mut self) -> Option<f64> {
         let (then, before) = self.last?;
         let passed = then.elapsed();
         if passed < LOOK {
@@ -66,6 +66,13 @@ impl IdleWatch {
         let idle = idle_seconds()?;
         self.last = Some((Instant::now(), idle));
         Some(((idle - before) / passed.as_secs_f64()).max(0.0))
+    }
+
+    /// Tells so many `channels` now and then how many processors idle.
+    pub(super) fn tell(&mut self, live: &Live, channels: usize) {
+        if let Some(idle) = self.look() {
+            live.set_idle(idle / channels.max(1) as f64);
+        }
     }
 }
 
@@ -88,5 +95,17 @@ mod tests {
         watch.last = Some((then.checked_sub(Duration::from_secs(2)).unwrap(), idle - 3.0));
         let seen = watch.look().unwrap();
         assert!((1.4..1.7).contains(&seen), "{seen}");
+
+        // Shared among channels, of which there is always one; between two looks nothing changes.
+        let live = Live::new(Compression::Auto);
+        for (channels, least) in [(2, 0.7), (0, 1.4)] {
+            let (then, idle) = watch.last.unwrap();
+            watch.last = Some((then.checked_sub(Duration::from_secs(2)).unwrap(), idle - 3.0));
+            watch.tell(&live, channels);
+            let told = live.idle();
+            assert!((least..1.2 * least).contains(&told), "{told}");
+            watch.tell(&live, 9);
+            assert_eq!(live.idle().to_bits(), told.to_bits());
+        }
     }
 }

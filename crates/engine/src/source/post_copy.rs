@@ -157,6 +157,12 @@ impl Source<'_> {
         Mark::make(directory, session).map(Some)
     }
 
+    /// Whether the guest leaves before any of its memory is sent: that was wanted from the start,
+    /// and can be.
+    pub(super) fn leaves_at_once(&self) -> bool {
+        self.may_leave && self.options.post_copy == PostCopy::Now
+    }
+
     /// Whether what is left follows, behind `round`, of which the policy makes `decision`: not
     /// where it `fits` into the downtime limit.
     pub(super) fn decide_post_copy(&mut self, round: u32, decision: &Decision, fits: bool) -> bool {

@@ -28,6 +28,7 @@ use godwit_wire::{AbortCode, Content, Message};
 
 use super::frame_sender::{FrameSender, Link};
 use super::lanes::Lanes;
+use super::live::IdleWatch;
 use super::outage::Outage;
 use super::session::{Event, Wanted};
 use super::to_serve::ToServe;
@@ -62,6 +63,7 @@ pub(super) struct Serving {
     /// Which attempt's connections are in use: what threads of an earlier one report is old.
     attempt: u32,
     outage: Option<Outage>,
+    idle: IdleWatch,
     /// The last look at the migration before it.
     looked: Option<Progress>,
     began: Instant,
@@ -119,6 +121,7 @@ impl Serving {
             stop: Arc::default(),
             attempt: 0,
             outage: None,
+            idle: IdleWatch::new(),
             looked: source.handle.progress(),
             began: Instant::now(),
             missing,
@@ -145,6 +148,7 @@ impl Serving {
         self.lanes = Some(lanes);
         source.handle.follows();
         self.began = Instant::now();
+        self.idle.begin();
         for (sender, handle) in senders {
             self.stream(source, sender, handle)?;
         }
@@ -221,6 +225,9 @@ impl Serving {
                 None if source.vm.has_ended() => return Err(EngineError::Ended("source")),
                 None => self.report(source),
             }
+            // Whoever compresses takes it from the guest, where no processor idles. One of the
+            // servers answers, and never does.
+            self.idle.tell(&self.link.live, self.servers.len().saturating_sub(1));
         }
     }
 

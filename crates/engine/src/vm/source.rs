@@ -153,6 +153,13 @@ pub trait SourceVm {
         Err("this kind of machine answers no questions".into())
     }
 
+    /// Whether [`Self::start_tracking`] may be left out where none of the memory is sent before the
+    /// guest stands still, as in post-copy at once: nothing else of the machine hangs on it. `false`
+    /// is always right, and costs the time that it takes to start tracking.
+    fn can_go_untracked(&self) -> bool {
+        false
+    }
+
     /// How long a part of the machine was stopped to start the tracking.
     fn tracking_stop(&self) -> Duration {
         Duration::ZERO

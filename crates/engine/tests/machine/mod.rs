@@ -104,6 +104,10 @@ pub struct Source {
     pub monitor_hangs: Duration,
     /// How long it takes to start tracking.
     pub slow_start: Duration,
+    /// Whether that may be left out.
+    pub goes_untracked: bool,
+    /// Whether its writes were ever tracked.
+    pub tracked: bool,
     /// Disks that move along.
     pub disks: Vec<Arc<SourceDisk>>,
     begun: bool,
@@ -159,6 +163,8 @@ impl Source {
             kept: false,
             monitor_hangs: Duration::ZERO,
             slow_start: Duration::ZERO,
+            goes_untracked: false,
+            tracked: false,
             disks,
             begun: false,
             busy,
@@ -195,7 +201,12 @@ impl SourceVm for Source {
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
         std::thread::sleep(self.slow_start);
+        self.tracked = true;
         Ok(Arc::clone(&self.marks) as Arc<dyn DirtyTracker>)
+    }
+
+    fn can_go_untracked(&self) -> bool {
+        self.goes_untracked
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {

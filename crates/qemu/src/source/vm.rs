@@ -80,6 +80,12 @@ impl SourceVm for QemuSource {
         }
     }
 
+    fn can_go_untracked(&self) -> bool {
+        // Back ends have to be told to log what they write, and are asked then what else there is
+        // to know of them.
+        self.back_ends.is_none() && !self.direct_io
+    }
+
     fn tracking_stop(&self) -> Duration {
         self.tracking_stop
     }

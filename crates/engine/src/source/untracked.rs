@@ -1,0 +1,54 @@
+//! The tracker of a guest that leaves before any of its memory is sent (`--postcopy now`): all of it
+//! counts as written at any time. That is true enough where nothing was sent, and costs neither the
+//! VMM nor its guest anything.
+
+use godwit_track::{AsOf, DirtyTracker, TrackError};
+use godwit_units::{PageCount, PageIndex, PageRun};
+
+#[derive(Debug)]
+pub(super) struct Untracked;
+
+impl DirtyTracker for Untracked {
+    fn harvest(
+        &self,
+        _block: usize,
+        within: PageRun,
+        limit: PageCount,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<PageIndex, TrackError> {
+        let count = if limit == PageCount::ZERO { within.count } else { within.count.min(limit) };
+        let run = PageRun { start: within.start, count };
+        found(run);
+        Ok(run.end())
+    }
+
+    fn look(
+        &self,
+        _block: usize,
+        within: PageRun,
+        _asof: AsOf,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
+        found(within);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_is_dirty_however_often_it_is_harvested() {
+        let within = PageRun::new(7, 100);
+        for _ in 0..2 {
+            let mut found = Vec::new();
+            let end = Untracked.harvest(0, within, PageCount::ZERO, &mut |run| found.push(run));
+            assert_eq!((end.unwrap(), found), (within.end(), vec![within]));
+            let mut found = Vec::new();
+            let end = Untracked.harvest(0, within, PageCount(5), &mut |run| found.push(run));
+            assert_eq!((end.unwrap(), found), (PageIndex(12), vec![PageRun::new(7, 5)]));
+            assert_eq!(Untracked.count(0, within).unwrap(), PageCount(100));
+        }
+    }
+}
