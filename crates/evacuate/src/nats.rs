@@ -39,6 +39,8 @@ const LEASE: &str = "lease";
 const RENEWALS: u32 = 5;
 /// How often a write is tried when others write meanwhile.
 const TRIES: u32 = 20;
+/// Between two looks for what another is making.
+const AGAIN: Duration = Duration::from_millis(50);
 /// Until a server answers.
 const ANSWER_LIMIT: Duration = Duration::from_secs(2);
 
@@ -275,12 +277,17 @@ impl Shared {
                 ..stream::Config::default()
             };
             let made = context.create_stream(config).await;
-            // Another coordinator may make it at the same moment: servers were seen to refuse one
-            // of the two then (`subjects overlap`), although both want the same.
-            if let Err(error) = made
-                && context.get_stream(format!("KV_{name}")).await.is_err()
-            {
-                return Err(failed("made", &chain(&error)));
+            // Another coordinator may make it at the same moment: servers (2.9.10) were seen to
+            // refuse one of the two then (`subjects overlap`), although both want the same. A
+            // cluster may take a moment until it knows.
+            if let Err(error) = made {
+                let until = Instant::now() + ANSWER_LIMIT;
+                while context.get_stream(format!("KV_{name}")).await.is_err() {
+                    if Instant::now() >= until {
+                        return Err(failed("made", &chain(&error)));
+                    }
+                    tokio::time::sleep(AGAIN).await;
+                }
             }
         }
         let opened = context.get_key_value(&name).await;
