@@ -343,18 +343,27 @@ fn received_by_another(this: &mut Move, when: impl Fn(&Progress) -> bool) -> Mea
     let proxy = Proxy::new(&to, &[]);
     let cancel = std::mem::take(&mut this.cancel);
     this.kept = Some(left.clone());
-    let mut second = Some((this.receiver(), receiving));
+    // One that is started wrongly goes before: its machine has not the disks.
+    let images = std::mem::take(&mut this.images);
+    let wrong = (!images.is_empty()).then(|| this.receiver());
+    this.images = images;
+    let mut second = Some((this.receiver(), wrong, receiving));
     let (link, handle) = (proxy.clone(), this.handle.clone());
     let mut follower = None;
     let result = this.migrate(&proxy, &mut |progress| {
         if when(progress)
-            && let Some((second, first)) = second.take()
+            && let Some((second, wrong, first)) = second.take()
         {
             // What is left when it is killed: the lock is not, nor what it would still say.
             link.cut_for_good();
             std::fs::copy(&record, &left).unwrap();
             cancel.cancel();
             assert!(first.join().unwrap().is_err());
+            if let Some(wrong) = wrong {
+                let refused = wrong().1.join().unwrap().unwrap_err();
+                assert!(refused.to_string().contains("there is no disk"), "{refused}");
+                assert!(left.exists(), "it is lost to who comes next");
+            }
             let (to, receiving) = second();
             handle.go_by(Some(to), None);
             follower = Some(receiving);
@@ -380,6 +389,16 @@ fn a_destination_that_was_killed_is_followed_by_one_to_which_only_the_rest_is_se
         println!("{sent} of {RAM}");
         assert!(sent < RAM + RAM / 4, "{sent} of {RAM}");
     }
+}
+
+#[test]
+fn a_destination_with_disks_that_was_killed_is_followed_by_another() {
+    // Mutation: a godwit that cannot begin takes the record away.
+    let (disks, images) = disks(Duration::from_millis(1));
+    let mut this = Move::new(BUSY, 30, disks);
+    this.images = images;
+    received_by_another(&mut this, |progress| progress.sent.0 > 20 * MIB);
+    assert!(this.found.lock().unwrap().disks_closed);
 }
 
 #[test]

@@ -3,6 +3,8 @@
 //!
 //! Post-copy has its own way: see `following`.
 
+use godwit_disk::{Disk, DiskSink};
+
 use super::fault::MadeUp;
 use super::lanes::Lanes;
 use super::offer::open_disks;
@@ -48,6 +50,11 @@ impl Kept {
         Ok((Self { place: Some(place), record: None }, found))
     }
 
+    /// Leaves what was found to another godwit.
+    pub(super) fn leave(&mut self) {
+        self.place.iter_mut().for_each(Place::abandon);
+    }
+
     /// Writes down what is known by now.
     pub(super) fn write(&mut self, change: impl FnOnce(&mut Record)) -> Result<(), EngineError> {
         if let (Some(place), Some(record)) = (&mut self.place, &mut self.record) {
@@ -58,16 +65,33 @@ impl Kept {
     }
 }
 
+/// The session of a godwit that was killed, with the disks that move along open again.
+pub(super) type Begun<'a> = (Session<'a>, Vec<(Disk, Box<dyn DiskSink>)>);
+
+/// Gets ready to go on with the `session` of `record`: whatever fails here is for the operator to
+/// mend.
+pub(super) fn get_ready<'a>(
+    vm: &mut dyn DestinationVm,
+    session: Session<'a>,
+    record: &Record,
+    options: &Options,
+) -> Result<Begun<'a>, EngineError> {
+    vm.heed(session.interrupt());
+    // Those that the operator names now: what the one before was allowed is no matter.
+    let disks = record.disks();
+    let sinks = open_disks(vm, &disks, &options.disks)?;
+    Ok((session, disks.into_iter().zip(sinks).collect()))
+}
+
 /// Waits for the source of the session of `record`, whose godwit here was killed.
 pub(super) fn await_killed<'a>(
     vm: &mut dyn DestinationVm,
-    mut session: Session<'a>,
+    (mut session, disks): Begun<'a>,
     record: &Record,
     options: &Options,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<(Session<'a>, First), EngineError> {
     let limit = options.reconnect;
-    vm.heed(session.interrupt());
     let ram = vm.ram();
     let order = record.order(&ram).ok_or(EngineError::Panicked("main"))?;
     notice(&Notice::Severed { why: EngineError::Killed.to_string(), limit });
@@ -78,10 +102,6 @@ pub(super) fn await_killed<'a>(
         last: None,
     })?;
     let made_up = MadeUp::of(options);
-    // Those that the operator names now: what the one before was allowed is no matter.
-    let disks = record.disks();
-    let sinks = open_disks(vm, &disks, &options.disks)?;
-    let disks = disks.into_iter().zip(sinks).collect();
     let wish = (record.verified, record.features());
     let lanes = Lanes::restored(&session, &ram, (order, wish), disks, made_up);
     Ok((session, First::Back(back, Box::new(lanes), record.clone())))

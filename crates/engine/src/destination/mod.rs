@@ -60,7 +60,7 @@ use door::Return;
 use dump::Dumps;
 use fault::MadeUp;
 use from_copy::FromCopy;
-use killed::{Kept, await_killed};
+use killed::{Kept, await_killed, get_ready};
 use lanes::Lanes;
 use loading::Loading;
 use offer::{Accepted, accept, answer_inquiry, check_room, consider};
@@ -175,8 +175,11 @@ pub fn receive(
             let (mut kept, record) = Kept::look(vm, options)?;
             if let Some(record) = record {
                 let terms = (&options.security, &cells);
-                let session = Session::restored(listener, terms, &record, cancel)?;
-                let found = await_killed(vm, session, &record, options, notice)?;
+                let begun = Session::restored(listener, terms, &record, cancel)
+                    .and_then(|session| get_ready(vm, session, &record, options));
+                // What is wrong with how this was started can be mended, and done again.
+                let begun = begun.inspect_err(|_| kept.leave())?;
+                let found = await_killed(vm, begun, &record, options, notice)?;
                 kept.record = Some(record);
                 return Ok((kept, found));
             }
