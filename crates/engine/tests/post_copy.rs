@@ -18,6 +18,7 @@ use godwit_engine::report::{Measures, Stage};
 use godwit_engine::source::{Options, PostCopy, Verify, migrate};
 use godwit_engine::vm::Kept;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
+use godwit_memory::SEGMENT_PAGES;
 use godwit_policy::{Settings, ThrottleMode};
 use godwit_units::TypedRate;
 
@@ -132,6 +133,15 @@ fn now_leaves_everything_and_the_guest_waits_for_no_more_than_it_uses() {
     assert!(measures.total >= measures.downtime + post_copy.time);
 }
 
+#[test]
+fn what_was_never_touched_is_not_missing() {
+    let late = Duration::from_secs(60);
+    let source = Source::start_late(late, Vec::new(), late);
+    let moved = move_from(source, &options(PostCopy::Now), &handle(), |_| {}, Address::clone);
+    moved.came_whole();
+    assert_eq!(moved.found.missing, SEGMENT_PAGES, "it keeps to the first of {ALL} pages");
+}
+
 /// Its machine has no need of tracking.
 fn untracked() -> Source {
     let mut source = Source::start(Duration::from_secs(60), Vec::new());
@@ -158,11 +168,37 @@ fn who_leaves_at_once_is_not_tracked_and_all_others_are() {
 }
 
 #[test]
-fn who_is_not_tracked_and_is_refused_runs_on() {
-    let lacks = |destination: &mut Destination| destination.cannot_await = Some("no".to_owned());
-    let moved = move_from(untracked(), &options(PostCopy::Now), &handle(), lacks, Address::clone);
+fn who_is_not_tracked_and_does_not_leave_after_all_runs_on() {
+    let cancel = Cancel::default();
+    let handle = MigrationHandle::new(settings(), Own::default(), cancel.clone());
+    let change = move |destination: &mut Destination| {
+        destination.while_preparing = Box::new(move || cancel.cancel());
+    };
+    let moved = move_from(untracked(), &options(PostCopy::Now), &handle, change, Address::clone);
     assert_eq!(moved.result.unwrap_err().survivor, Survivor::Source);
-    assert!(!moved.found.ran && moved.source.running.load(Ordering::Relaxed));
+    assert!(!moved.found.ran && !moved.source.tracked);
+    assert!(moved.source.running.load(Ordering::Relaxed));
+}
+
+#[test]
+fn who_is_not_tracked_comes_whole_when_the_link_is_cut_before_it_leaves() {
+    let (proxy_in, proxy_out) = std::sync::mpsc::channel::<Proxy>();
+    let change = move |destination: &mut Destination| {
+        let mut cut = false;
+        destination.while_preparing = Box::new(move || {
+            if !std::mem::replace(&mut cut, true) {
+                proxy_out.recv().unwrap().cut(Duration::from_millis(300));
+            }
+        });
+    };
+    let through = |to: &Address| {
+        let proxy = Proxy::new(to, &[]);
+        proxy_in.send(proxy.clone()).unwrap();
+        proxy.address()
+    };
+    let moved = move_from(untracked(), &options(PostCopy::Now), &handle(), change, through);
+    let measures = moved.came_whole();
+    assert_eq!((measures.resumptions, moved.source.tracked), (1, false));
 }
 
 #[test]

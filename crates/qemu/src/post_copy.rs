@@ -73,12 +73,20 @@ fn locked(pid: i32) -> u64 {
     kib.unwrap_or_default() << 10
 }
 
-/// Whether somebody has a userfaultfd in process `pid`.
+/// Whether somebody has a userfaultfd in process `pid`, as far as that may be looked at.
 fn other_userfaultfd(pid: i32) -> bool {
+    has_any_userfaultfd(pid).unwrap_or(false)
+}
+
+/// Whether somebody may have one: not known where it may not be looked at.
+pub(crate) fn may_have_userfaultfd(pid: i32) -> bool {
+    has_any_userfaultfd(pid).unwrap_or(true)
+}
+
+fn has_any_userfaultfd(pid: i32) -> Option<bool> {
     let is_one = |target: &std::path::Path| target.as_os_str() == "anon_inode:[userfaultfd]";
-    descriptors(pid).is_ok_and(|mut all| {
-        all.any(|descriptor| descriptor.target().is_some_and(|target| is_one(&target)))
-    })
+    let mut all = descriptors(pid).ok()?;
+    Some(all.any(|descriptor| descriptor.target().is_some_and(|target| is_one(&target))))
 }
 
 /// A QEMU of which pages may come to be missing, as it is while the guest still runs at the source:

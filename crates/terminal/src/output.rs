@@ -354,7 +354,10 @@ fn severed_text(measures: &Measures) -> String {
 }
 
 fn slower_text(measures: &Measures) -> String {
-    let mut text = format!("{} with writes tracked", format_duration(measures.tracked));
+    let mut text = match measures.tracked {
+        Duration::ZERO => "its writes were not tracked".to_owned(),
+        time => format!("{} with writes tracked", format_duration(time)),
+    };
     if measures.throttled < NOTHING {
         text += "; never slowed";
     } else {

@@ -83,8 +83,10 @@ fn a_guest_leaves_at_once_and_its_memory_follows() -> anyhow::Result<()> {
         let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
         let context = || format!("{build}, {backend:?}");
         check_followed(&mut pair, &migrate, &receive).with_context(context)?;
-        let attached = &migrate.last()["tracking_stop_us"];
+        let (attached, tracked) =
+            (&migrate.last()["tracking_stop_us"], &migrate.last()["tracked_ms"]);
         ensure!(attached == 0, "QEMU was attached to: stopped for {attached} us");
+        ensure!(tracked == 0.0, "its writes were tracked for {tracked} ms");
         let downtime = migrate.last()["downtime_ms"].as_f64().context("no downtime")?;
         let time = migrate.last()["post_copy"]["time_ms"].as_f64().context("no time")?;
         println!("{build}: downtime {downtime:.1} ms, the rest within {time:.0} ms");
@@ -237,6 +239,14 @@ fn whoever_is_killed_meanwhile_is_followed_by_another() -> anyhow::Result<()> {
         drop((migrate.wait(LIMIT)?, receive.wait(LIMIT)?));
         ensure!(follow_records(&pair) == [1, 1], "a record is gone");
         ensure!(known(&pair, &pair.destination)? == ("lacks-pages".to_owned(), true));
+        // What has not come is not to be taken for holes.
+        for more in [&[][..], &["--postcopy", "now"]] {
+            let on = ["migrate", "--vm", &pair.destination.vm_name(), "--to", &address];
+            let refused = pair.godwit.run(&[&on[..], more].concat())?;
+            let words = String::from_utf8_lossy(&refused.stderr).into_owned();
+            ensure!(!refused.status.success(), "it may not be moved on");
+            ensure!(words.contains("are still to come"), "{words}");
+        }
         let here = ["recover", "--vm", &pair.source.vm_name(), "--guest", "here"];
         ensure!(!pair.godwit.run(&here)?.status.success(), "the guest runs elsewhere");
 

@@ -358,7 +358,12 @@ impl Channel {
             if at == 0 {
                 self.hint = DataHint::default();
             }
-            if !order.last && table.passes_by(segments[at].number) {
+            let Owned { number, segment, .. } = segments[at];
+            // Nothing is gained by leaving for later what is not there.
+            if !order.last
+                && table.passes_by(number)
+                && !(table.is_unsent(number) && self.is_hole(segment)?)
+            {
                 left.push(at);
             } else {
                 self.segment(&mut segments[at], order)?;
@@ -417,9 +422,7 @@ impl Channel {
 
     fn copy_segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
         let Segment { block, run } = owned.segment;
-        if self.hint_block != block {
-            (self.hint, self.hint_block) = (DataHint::default(), block);
-        }
+        self.at_block(block);
         let everything = self.shared.table.is_unsent(owned.number);
         if everything && self.is_hole(owned.segment)? {
             return self.name_hole(owned);
@@ -512,8 +515,16 @@ impl Channel {
         Ok(())
     }
 
+    /// What is known of where data is, is of the block that was last looked at.
+    fn at_block(&mut self, block: usize) {
+        if self.hint_block != block {
+            (self.hint, self.hint_block) = (DataHint::default(), block);
+        }
+    }
+
     /// Whether nothing of `segment` was ever touched.
     fn is_hole(&mut self, segment: Segment) -> Result<bool, EngineError> {
+        self.at_block(segment.block);
         let known = self.shared.table.extents(segment.block);
         let data =
             self.shared.blocks[segment.block].data_known(segment.run, &mut self.hint, known).next();

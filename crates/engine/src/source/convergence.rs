@@ -33,6 +33,16 @@ const TURNS: u32 = 2;
 /// often.
 const LOOK_SHARE: u32 = 20;
 
+/// Whether the guest's writes may be governed, whatever the machine can.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Governs {
+    Can,
+    /// Why not. Without fingerprints a segment that changes hands would be sent again.
+    Cannot(&'static str),
+    /// There is no need, of which nobody is told.
+    NeedNot,
+}
+
 pub(super) struct Convergence {
     policy: Policy,
     handle: MigrationHandle,
@@ -77,16 +87,14 @@ impl Convergence {
         }
     }
 
-    /// Puts the first plan in force. `lacks`: why the guest's writes cannot be governed whatever the
-    /// machine can. Without fingerprints a segment that changes hands would be sent again.
-    pub(super) fn begin(
-        &mut self,
-        vm: &mut dyn SourceVm,
-        disks: &mut Disks,
-        lacks: Option<&'static str>,
-    ) {
-        let refusal = lacks.map(str::to_owned).or_else(|| Slowdown::cannot_govern(vm));
-        self.can_govern = refusal.is_none() && vm.was_running();
+    /// Puts the first plan in force.
+    pub(super) fn begin(&mut self, vm: &mut dyn SourceVm, disks: &mut Disks, governs: Governs) {
+        let refusal = match governs {
+            Governs::Can => Slowdown::cannot_govern(vm),
+            Governs::Cannot(why) => Some(why.to_owned()),
+            Governs::NeedNot => None,
+        };
+        self.can_govern = governs == Governs::Can && refusal.is_none() && vm.was_running();
         if let (Some(why), ThrottleMode::Governor) = (refusal, self.policy.settings().throttle) {
             self.fall_back(&why);
         }

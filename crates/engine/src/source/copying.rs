@@ -20,7 +20,7 @@ use godwit_wire::{Feature, Message};
 use super::Source;
 use super::audit::{Auditor, Differing};
 use super::channel::{Channel, Order, Owned, Shared};
-use super::convergence::Convergence;
+use super::convergence::{Convergence, Governs};
 use super::disk::SentDisks;
 use super::disk_sent::DiskSent;
 use super::disks::{Disks, Remember};
@@ -103,7 +103,7 @@ impl Copying {
         };
         // From here on direct I/O that begins is seen to begin; what began before must be over.
         drain(source.vm, direct_io)?;
-        let tracking_stop = source.vm.tracking_stop();
+        let tracking = (!untracked).then(|| source.vm.tracking_stop());
         let free = FreeMemory::new(source.vm, direct_io || untracked);
         let mut segments = SegmentTable::new(Arc::clone(&source.ram))?;
         // Direct I/O that is in flight now must be found by the harvest before its page is sent, so
@@ -154,18 +154,19 @@ impl Copying {
                 Channel::new(sender, shared, own, direct_io)
             })?;
         }
-        source.meter.tracked(&source.ram, tracking_stop);
+        source.meter.set_up(&source.ram, tracking);
         let cost = Cost::new(options.verify != Verify::No && !proves);
         let parts = (&segments, &tracker);
         let mut convergence =
             Convergence::new(source.handle, settings, parts, &lanes, cost, look.remaining);
         lanes.begin_idle_watch();
-        let lacks = match (untracked, &fingerprints) {
-            (true, _) => Some("nothing is tracked, as the guest leaves at once"),
-            (_, None) => Some("it needs the page fingerprints"),
-            _ => None,
+        // Nor is a guest slowed down that leaves at once.
+        let governs = match (untracked, &fingerprints) {
+            (true, _) => Governs::NeedNot,
+            (_, None) => Governs::Cannot("it needs the page fingerprints"),
+            _ => Governs::Can,
         };
-        convergence.begin(source.vm, &mut disks, lacks);
+        convergence.begin(source.vm, &mut disks, governs);
         let round = RoundMeasures::default();
         Ok(Self {
             lanes,

@@ -51,6 +51,8 @@ pub(super) struct Totals {
 pub(super) struct Meter {
     started: Instant,
     measures: Measures,
+    /// Whether writes are tracked.
+    tracks: bool,
     round_began: Instant,
     /// When the round before was acknowledged.
     round_ended: Option<Instant>,
@@ -76,6 +78,7 @@ impl Meter {
         Self {
             started: now,
             measures: Measures { channels: channels.into(), ..Measures::default() },
+            tracks: false,
             round_began: now,
             round_ended: None,
             gap: Duration::ZERO,
@@ -116,9 +119,11 @@ impl Meter {
         self.measures.codecs = common.codecs.to_string();
     }
 
-    /// Writes are tracked, for which a part of the machine was stopped for `stop`.
-    pub(super) fn tracked(&mut self, ram: &[RamBlock], stop: Duration) {
-        self.measures.tracking_stop = stop;
+    /// The set-up is over. From here on writes are tracked, for which a part of the machine was
+    /// stopped for so long; `None`: they are not.
+    pub(super) fn set_up(&mut self, ram: &[RamBlock], tracking: Option<Duration>) {
+        self.tracks = tracking.is_some();
+        self.measures.tracking_stop = tracking.unwrap_or_default();
         self.measures.ram = ram.iter().map(|block| block.pages().bytes()).sum();
         self.measures.setup = self.started.elapsed();
     }
@@ -205,7 +210,10 @@ impl Meter {
     /// The guest stopped at `at`, and its devices are drained.
     pub(super) fn guest_stopped(&mut self, at: Instant) {
         (self.stopped, self.mark) = (Some(at), at);
-        self.measures.tracked = at.saturating_duration_since(self.started + self.measures.setup);
+        if self.tracks {
+            let begun = self.started + self.measures.setup;
+            self.measures.tracked = at.saturating_duration_since(begun);
+        }
         // Those of a stop behind which it ran on at the source say nothing.
         self.measures.parts = DowntimeParts::default();
         self.part_ended(Part::Drain);
@@ -295,7 +303,7 @@ mod tests {
     #[test]
     fn the_parts_of_the_downtime_add_up() {
         let mut meter = Meter::begin(2);
-        meter.tracked(&[], Duration::ZERO);
+        meter.set_up(&[], Some(Duration::ZERO));
         // The vCPUs stopped a while ago: what passed since is the first part.
         let stopped = Instant::now() - Duration::from_millis(30);
         meter.guest_stopped(stopped);

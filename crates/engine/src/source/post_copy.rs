@@ -157,8 +157,8 @@ impl Source<'_> {
         Mark::make(directory, session).map(Some)
     }
 
-    /// Whether the guest leaves before any of its memory is sent: that was wanted from the start,
-    /// and can be.
+    /// Whether nothing of its memory is sent while the guest runs here: that it leaves at once was
+    /// wanted from the start, and can be.
     pub(super) fn leaves_at_once(&self) -> bool {
         self.may_leave && self.options.post_copy == PostCopy::Now
     }

@@ -308,6 +308,7 @@ impl Serving {
             let sender = FrameSender::new(stream, self.link.clone(), segments);
             self.stream(source, sender, handle)?;
         }
+        self.idle.begin();
         Ok(())
     }
 

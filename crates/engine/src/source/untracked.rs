@@ -1,6 +1,6 @@
-//! The tracker of a guest that leaves before any of its memory is sent (`--postcopy now`): all of it
-//! counts as written at any time. That is true enough where nothing was sent, and costs neither the
-//! VMM nor its guest anything.
+//! The tracker of a guest of which nothing is sent while it runs here (`--postcopy now`): all of
+//! its memory counts as written at any time. That is true enough where nothing was sent, and costs
+//! neither the VMM nor its guest anything.
 
 use godwit_track::{AsOf, DirtyTracker, TrackError};
 use godwit_units::{PageCount, PageIndex, PageRun};

@@ -154,8 +154,8 @@ pub trait SourceVm {
     }
 
     /// Whether [`Self::start_tracking`] may be left out where none of the memory is sent before the
-    /// guest stands still, as in post-copy at once: nothing else of the machine hangs on it. `false`
-    /// is always right, and costs the time that it takes to start tracking.
+    /// guest stands still, as in post-copy at once: nothing else of the machine hangs on it. To say
+    /// no is always right, and costs the time that it takes to start tracking.
     fn can_go_untracked(&self) -> bool {
         false
     }

@@ -43,7 +43,8 @@ use crate::machine::Machine;
 use crate::monitor::{BriefMonitor, DomainName, Handle, LibvirtMonitor, Qmp, QmpError};
 use crate::run_directory;
 use crate::{QemuError, clients};
-use record::{Record, at_work, in_work, stage_at_work};
+pub(crate) use record::in_work;
+use record::{Record, at_work, stage_at_work};
 
 /// The word of the command line that makes the program a guardian.
 pub const COMMAND: &str = "guard";

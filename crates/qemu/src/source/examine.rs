@@ -10,7 +10,7 @@ use super::back_ends::{BackEnds, pids};
 use crate::device_ram::DeviceRam;
 use crate::machine::{Machine, is_over};
 use crate::ram::{Ram, StateBy};
-use crate::{QemuError, guard};
+use crate::{QemuError, guard, left};
 
 /// What a look at a source has found.
 pub(crate) struct Examined {
@@ -34,6 +34,11 @@ pub(crate) struct Examined {
 pub(crate) fn examine(machine: &mut Machine) -> Result<Examined, QemuError> {
     let state = machine.run_state()?;
     let cure = match state.as_str() {
+        // Whoever moved it on would have to know that what has not come is none of its holes.
+        "running" | "paused" if left::lacks_pages(machine.pid) => {
+            "pages of it are still to come from where it was before, by a godwit that was killed or \
+             fetches them: `godwit recover` says more, and the same `godwit receive` goes on"
+        }
         "running" | "paused" => "",
         "inmigrate" => "it waits for a migration itself; are source and destination exchanged?",
         "postmigrate" => "its guest was migrated away; `cont` here only if it runs nowhere else",

@@ -22,7 +22,7 @@ use crate::monitor::{QmpError, Seen};
 use crate::ram::StateBy;
 use crate::settings::MigrationSettings;
 use crate::upgrade::NothingToTrack;
-use crate::{QemuError, compare, device_ram, device_state, start, userfaultfd};
+use crate::{QemuError, compare, device_ram, device_state, guard, post_copy, start, userfaultfd};
 
 impl SourceVm for QemuSource {
     fn machine(&self) -> &'static str {
@@ -82,8 +82,11 @@ impl SourceVm for QemuSource {
 
     fn can_go_untracked(&self) -> bool {
         // Back ends have to be told to log what they write, and are asked then what else there is
-        // to know of them.
-        self.back_ends.is_none() && !self.direct_io
+        // to know of them. Who has another's userfaultfd, or another godwit, is found and told by
+        // attaching.
+        let pid = self.machine.pid;
+        let alone = !post_copy::may_have_userfaultfd(pid) && guard::in_work(pid).is_none();
+        alone && self.back_ends.is_none() && !self.direct_io
     }
 
     fn tracking_stop(&self) -> Duration {
