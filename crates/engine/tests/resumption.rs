@@ -361,7 +361,9 @@ fn received_by_another(this: &mut Move, when: impl Fn(&Progress) -> bool) -> Mea
             assert!(first.join().unwrap().is_err());
             if let Some(wrong) = wrong {
                 let refused = wrong().1.join().unwrap().unwrap_err();
-                assert!(refused.to_string().contains("there is no disk"), "{refused}");
+                let words = refused.to_string();
+                assert!(words.contains("there is no disk"), "{words}");
+                assert!(words.contains(&left.display().to_string()), "{words}");
                 assert!(left.exists(), "it is lost to who comes next");
             }
             let (to, receiving) = second();

@@ -281,13 +281,13 @@ impl Shared {
             // refuse one of the two then (`subjects overlap`), although both want the same. A
             // cluster may take a moment until it knows.
             if let Err(error) = made {
-                let until = Instant::now() + ANSWER_LIMIT;
-                while context.get_stream(format!("KV_{name}")).await.is_err() {
-                    if Instant::now() >= until {
-                        return Err(failed("made", &chain(&error)));
+                let is_there = async {
+                    while context.get_stream(format!("KV_{name}")).await.is_err() {
+                        tokio::time::sleep(AGAIN).await;
                     }
-                    tokio::time::sleep(AGAIN).await;
-                }
+                };
+                let waited = tokio::time::timeout(ANSWER_LIMIT, is_there).await;
+                waited.map_err(|_| failed("made", &chain(&error)))?;
             }
         }
         let opened = context.get_key_value(&name).await;

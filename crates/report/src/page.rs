@@ -100,7 +100,7 @@ fn measures(moved: &Moved) -> String {
     let Measures { setup, total, downtime, sent, ram, lost, throttled, tracked, .. } =
         moved.measures;
     let slower = match throttled.is_zero() {
-        true if tracked.is_zero() => "never slowed; its writes were not tracked".to_owned(),
+        true if tracked.is_zero() => "never slowed".to_owned(),
         true => format!("never slowed; {} with writes tracked", format_duration(tracked)),
         false => format!("slowed for {}", format_duration(throttled)),
     };

@@ -354,12 +354,13 @@ fn severed_text(measures: &Measures) -> String {
 }
 
 fn slower_text(measures: &Measures) -> String {
+    // Not so where it left at once, or another godwit was at it then.
     let mut text = match measures.tracked {
-        Duration::ZERO => "its writes were not tracked".to_owned(),
-        time => format!("{} with writes tracked", format_duration(time)),
+        Duration::ZERO => String::new(),
+        time => format!("{} with writes tracked; ", format_duration(time)),
     };
     if measures.throttled < NOTHING {
-        text += "; never slowed";
+        text += "never slowed";
     } else {
         let more = times(&[
             ("guest time lost", measures.lost),
@@ -367,7 +368,7 @@ fn slower_text(measures: &Measures) -> String {
             ("under 10 % for", measures.under_tenth),
         ]);
         let comma = if more.is_empty() { "" } else { ", " };
-        text += &format!("; slowed for {}{comma}{more}", format_duration(measures.throttled));
+        text += &format!("slowed for {}{comma}{more}", format_duration(measures.throttled));
     }
     if measures.write_faults_delayed > 0 {
         text += &format!(

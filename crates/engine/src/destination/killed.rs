@@ -50,9 +50,16 @@ impl Kept {
         Ok((Self { place: Some(place), record: None }, found))
     }
 
-    /// Leaves what was found to another godwit.
-    pub(super) fn leave(&mut self) {
-        self.place.iter_mut().for_each(Place::abandon);
+    /// Leaves what was found to another godwit: `error` is of how this one was started, and what it
+    /// was told of goes on by what it says.
+    pub(super) fn leave(&mut self, error: EngineError) -> EngineError {
+        match &mut self.place {
+            Some(place) => {
+                place.abandon();
+                place.refused(error)
+            }
+            None => error,
+        }
     }
 
     /// Writes down what is known by now.

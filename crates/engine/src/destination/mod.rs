@@ -178,7 +178,7 @@ pub fn receive(
                 let begun = Session::restored(listener, terms, &record, cancel)
                     .and_then(|session| get_ready(vm, session, &record, options));
                 // What is wrong with how this was started can be mended, and done again.
-                let begun = begun.inspect_err(|_| kept.leave())?;
+                let begun = begun.map_err(|error| kept.leave(error))?;
                 let found = await_killed(vm, begun, &record, options, notice)?;
                 kept.record = Some(record);
                 return Ok((kept, found));

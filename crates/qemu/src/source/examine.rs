@@ -36,8 +36,8 @@ pub(crate) fn examine(machine: &mut Machine) -> Result<Examined, QemuError> {
     let cure = match state.as_str() {
         // Whoever moved it on would have to know that what has not come is none of its holes.
         "running" | "paused" if left::lacks_pages(machine.pid) => {
-            "pages of it are still to come from where it was before, by a godwit that was killed or \
-             fetches them: `godwit recover` says more, and the same `godwit receive` goes on"
+            "pages of its guest are still to come from where it was before: wait for the godwit \
+             that fetches them; if it was killed, the same `godwit receive` goes on"
         }
         "running" | "paused" => "",
         "inmigrate" => "it waits for a migration itself; are source and destination exchanged?",

@@ -82,8 +82,8 @@ impl SourceVm for QemuSource {
 
     fn can_go_untracked(&self) -> bool {
         // Back ends have to be told to log what they write, and are asked then what else there is
-        // to know of them. Who has another's userfaultfd, or another godwit, is found and told by
-        // attaching.
+        // to know of them. Another's userfaultfd is told of by attaching; and another godwit, where
+        // there can be one, finds what it attaches by.
         let pid = self.machine.pid;
         let alone = !post_copy::may_have_userfaultfd(pid) && guard::in_work(pid).is_none();
         alone && self.back_ends.is_none() && !self.direct_io
