@@ -43,7 +43,7 @@ pub(crate) fn refusal(machine: &mut Machine, ram: &[RamBlock]) -> Option<String>
             })
         })
         .or_else(|| {
-            other_userfaultfd(pid).then(|| {
+            (has_any_userfaultfd(pid) == Some(true)).then(|| {
                 format!(
                     "process {pid} has a userfaultfd of its own, or of another godwit: end that \
                      migration or start the VM anew"
@@ -73,17 +73,8 @@ fn locked(pid: i32) -> u64 {
     kib.unwrap_or_default() << 10
 }
 
-/// Whether somebody has a userfaultfd in process `pid`, as far as that may be looked at.
-fn other_userfaultfd(pid: i32) -> bool {
-    has_any_userfaultfd(pid).unwrap_or(false)
-}
-
-/// Whether somebody may have one: not known where it may not be looked at.
-pub(crate) fn may_have_userfaultfd(pid: i32) -> bool {
-    has_any_userfaultfd(pid).unwrap_or(true)
-}
-
-fn has_any_userfaultfd(pid: i32) -> Option<bool> {
+/// Whether somebody has a userfaultfd in process `pid`; `None` where that may not be looked at.
+pub(crate) fn has_any_userfaultfd(pid: i32) -> Option<bool> {
     let is_one = |target: &std::path::Path| target.as_os_str() == "anon_inode:[userfaultfd]";
     let mut all = descriptors(pid).ok()?;
     Some(all.any(|descriptor| descriptor.target().is_some_and(|target| is_one(&target))))

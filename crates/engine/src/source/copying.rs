@@ -13,7 +13,7 @@ use godwit_bitmap::DirtyBitmap;
 use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_policy::Decision;
 use godwit_protocol::source::Input;
-use godwit_track::DirtyTracker;
+use godwit_track::{DirtyTracker, Untracked};
 use godwit_units::ByteCount;
 use godwit_wire::{Feature, Message};
 
@@ -36,7 +36,6 @@ use super::session::Event;
 use super::setup::Setup;
 use super::slips::Slips;
 use super::state_relay::StateRelay;
-use super::untracked::Untracked;
 use super::verification::{self, Cost};
 use super::{Verify, look_back};
 use crate::address::Stream;

@@ -50,7 +50,6 @@ mod switchover;
 mod thread_clock;
 mod to_serve;
 mod trial;
-mod untracked;
 mod verification;
 
 use std::path::PathBuf;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use godwit_engine::Interrupt;
 use godwit_engine::vm::{Brake, DirectIo, DiskVm, SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
-use godwit_track::DirtyTracker;
+use godwit_track::{DirtyTracker, Untracked};
 
 use super::back_ends::BackEnds;
 use super::{
@@ -21,7 +21,6 @@ use crate::monitor::commands::{MigrateContinue, Quit};
 use crate::monitor::{QmpError, Seen};
 use crate::ram::StateBy;
 use crate::settings::MigrationSettings;
-use crate::upgrade::NothingToTrack;
 use crate::{QemuError, compare, device_ram, device_state, guard, post_copy, start, userfaultfd};
 
 impl SourceVm for QemuSource {
@@ -69,7 +68,7 @@ impl SourceVm for QemuSource {
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
         if self.in_place.is_some() {
-            return Ok(Arc::new(NothingToTrack));
+            return Ok(Arc::new(Untracked));
         }
         let tracker = Arc::new(userfaultfd::start_tracking(&mut self.machine, &self.ram)?);
         self.tracking_stop = tracker.attachment().stopped();
@@ -81,11 +80,11 @@ impl SourceVm for QemuSource {
     }
 
     fn can_go_untracked(&self) -> bool {
-        // Back ends have to be told to log what they write, and are asked then what else there is
-        // to know of them. Another's userfaultfd is told of by attaching; and another godwit, where
-        // there can be one, finds what it attaches by.
+        // Back ends have to be told to log what they write. Where QEMU has somebody else's
+        // userfaultfd, or another godwit tracks it, attaching is refused with the reason.
         let pid = self.machine.pid;
-        let alone = !post_copy::may_have_userfaultfd(pid) && guard::in_work(pid).is_none();
+        let alone =
+            post_copy::has_any_userfaultfd(pid) == Some(false) && guard::in_work(pid).is_none();
         alone && self.back_ends.is_none() && !self.direct_io
     }
 
