@@ -155,12 +155,10 @@ fn who_leaves_at_once_is_not_tracked_and_all_others_are() {
     moved.came_whole();
     assert!(!moved.source.tracked && moved.found.missing == ALL);
 
-    let busy = || Source::start(Duration::from_secs(60), Vec::new());
-    let moved = move_from(busy(), &options(PostCopy::Now), &handle(), |_| {}, Address::clone);
+    let moved = plainly(&options(PostCopy::Now), &handle());
     moved.came_whole();
     assert!(moved.source.tracked, "its machine needs it");
-    let later = [PostCopy::After(1), PostCopy::OnTimeout];
-    for post_copy in later {
+    for post_copy in [PostCopy::After(1), PostCopy::OnTimeout] {
         let moved = move_from(untracked(), &options(post_copy), &handle(), |_| {}, Address::clone);
         moved.came_whole();
         assert!(moved.source.tracked, "{post_copy}");

@@ -358,11 +358,11 @@ impl Channel {
             if at == 0 {
                 self.hint = DataHint::default();
             }
-            let Owned { number, segment, .. } = segments[at];
-            // Nothing is gained by leaving for later what is not there.
+            let Owned { number, segment, named, .. } = segments[at];
+            // Nothing is gained by leaving for later what is not there and was not named yet.
             if !order.last
                 && table.passes_by(number)
-                && !(table.is_unsent(number) && self.is_hole(segment)?)
+                && (named || !table.is_unsent(number) || !self.is_hole(segment)?)
             {
                 left.push(at);
             } else {

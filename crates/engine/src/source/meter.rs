@@ -51,8 +51,8 @@ pub(super) struct Totals {
 pub(super) struct Meter {
     started: Instant,
     measures: Measures,
-    /// Whether writes are tracked.
-    tracks: bool,
+    /// Since when writes are tracked, if they are.
+    tracked_from: Option<Instant>,
     round_began: Instant,
     /// When the round before was acknowledged.
     round_ended: Option<Instant>,
@@ -78,7 +78,7 @@ impl Meter {
         Self {
             started: now,
             measures: Measures { channels: channels.into(), ..Measures::default() },
-            tracks: false,
+            tracked_from: None,
             round_began: now,
             round_ended: None,
             gap: Duration::ZERO,
@@ -122,10 +122,11 @@ impl Meter {
     /// The set-up is over. From here on writes are tracked, for which a part of the machine was
     /// stopped for so long; `None`: they are not.
     pub(super) fn set_up(&mut self, ram: &[RamBlock], tracking: Option<Duration>) {
-        self.tracks = tracking.is_some();
+        let now = Instant::now();
+        self.tracked_from = tracking.map(|_| now);
         self.measures.tracking_stop = tracking.unwrap_or_default();
         self.measures.ram = ram.iter().map(|block| block.pages().bytes()).sum();
-        self.measures.setup = self.started.elapsed();
+        self.measures.setup = now - self.started;
     }
 
     /// A round begins, with so many bytes on the wire. What lies between the rounds belongs to it.
@@ -210,10 +211,8 @@ impl Meter {
     /// The guest stopped at `at`, and its devices are drained.
     pub(super) fn guest_stopped(&mut self, at: Instant) {
         (self.stopped, self.mark) = (Some(at), at);
-        if self.tracks {
-            let begun = self.started + self.measures.setup;
-            self.measures.tracked = at.saturating_duration_since(begun);
-        }
+        self.measures.tracked =
+            self.tracked_from.map_or(Duration::ZERO, |from| at.saturating_duration_since(from));
         // Those of a stop behind which it ran on at the source say nothing.
         self.measures.parts = DowntimeParts::default();
         self.part_ended(Part::Drain);
