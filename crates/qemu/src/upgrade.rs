@@ -18,8 +18,6 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use godwit_memory::RamBlock;
-use godwit_track::{AsOf, DirtyTracker, TrackError};
-use godwit_units::{PageCount, PageIndex, PageRun};
 use procfs::net::UnixState;
 use procfs::process::Process;
 
@@ -283,32 +281,6 @@ fn names(pid: i32) -> Result<BTreeSet<PathBuf>, QemuError> {
     let pid_files = given.filter_map(|given| given.value).map(PathBuf::from);
     let directory = process.cwd().map_err(failed)?;
     Ok(listening.chain(pid_files).map(|path| directory.join(path)).collect())
-}
-
-/// The tracker of a VM of which no page is to be copied.
-#[derive(Debug)]
-pub(crate) struct NothingToTrack;
-
-impl DirtyTracker for NothingToTrack {
-    fn harvest(
-        &self,
-        _block: usize,
-        within: PageRun,
-        _limit: PageCount,
-        _found: &mut dyn FnMut(PageRun),
-    ) -> Result<PageIndex, TrackError> {
-        Ok(within.end())
-    }
-
-    fn look(
-        &self,
-        _block: usize,
-        _within: PageRun,
-        _asof: AsOf,
-        _found: &mut dyn FnMut(PageRun),
-    ) -> Result<(), TrackError> {
-        Ok(())
-    }
 }
 
 #[cfg(test)]

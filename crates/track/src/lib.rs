@@ -7,7 +7,8 @@
 //!   VMM;
 //! - [`VhostLogTracker`], on what devices say that they wrote;
 //! - [`SharedRamTracker`], on the page tables of all processes that share a VM's RAM;
-//! - [`UnionTracker`], on several of these at once.
+//! - [`UnionTracker`], on several of these at once;
+//! - [`Untracked`], on nothing: all counts as written.
 //!
 //! Invariant: a page is harvested *before* its bytes are read, so a write that comes later is found
 //! by the next harvest. docs/trackers.md tells what each costs, sees and does not see.
@@ -34,6 +35,7 @@ mod slots;
 mod threads;
 mod uapi;
 mod union;
+mod untracked;
 mod vhost;
 mod words;
 
@@ -53,6 +55,7 @@ pub use rust_vmm::VhostLogRegion;
 pub use shared_ram::{FindSharers, SharedRamTracker, Sharer, Sharers};
 pub use threads::{ThreadNumbers, threads_of};
 pub use union::UnionTracker;
+pub use untracked::Untracked;
 pub use vhost::{VhostLog, VhostLogTracker};
 
 use std::sync::Arc;

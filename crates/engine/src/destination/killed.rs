@@ -50,13 +50,14 @@ impl Kept {
         Ok((Self { place: Some(place), record: None }, found))
     }
 
-    /// Leaves what was found to another godwit: `error` is of how this one was started, and what it
-    /// was told of goes on by what it says.
+    /// Leaves what was found to another godwit, as this one cannot begin because of `error`; what
+    /// to tell of it, with the name of the record.
     pub(super) fn leave(&mut self, error: EngineError) -> EngineError {
         match &mut self.place {
             Some(place) => {
                 place.abandon();
-                place.refused(error)
+                place
+                    .refused(format!("{error} (once that is mended, the same command takes it up)"))
             }
             None => error,
         }
