@@ -63,19 +63,24 @@ impl Drop for Hosts {
     }
 }
 
-/// Passes connections on to another address, and keeps what goes over them.
-fn tap(to: &Address) -> (Address, Arc<Mutex<Vec<u8>>>) {
+/// Passes connections on to another address, and keeps what goes over them; those behind the first
+/// only when so many have come `together`.
+fn tap(to: &Address, together: usize) -> (Address, Arc<Mutex<Vec<u8>>>) {
     let seen = Arc::<Mutex<Vec<u8>>>::default();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (at, to) = (listener.local_addr().unwrap(), to.to_string());
     let kept = Arc::clone(&seen);
     std::thread::spawn(move || {
+        let (mut came, mut waiting) = (0, Vec::new());
         for here in listener.incoming().map_while(Result::ok) {
             let there = TcpStream::connect(&to).unwrap();
-            for (mut from, mut to) in [
-                (here.try_clone().unwrap(), there.try_clone().unwrap()),
-                (there.try_clone().unwrap(), here.try_clone().unwrap()),
-            ] {
+            waiting.push((here.try_clone().unwrap(), there.try_clone().unwrap()));
+            waiting.push((there, here));
+            came += 1;
+            if came > 1 && came <= together {
+                continue;
+            }
+            for (mut from, mut to) in waiting.drain(..) {
                 let kept = Arc::clone(&kept);
                 std::thread::spawn(move || {
                     let mut buffer = vec![0; 1 << 16];
@@ -143,7 +148,9 @@ fn tapped(here: Security, there: Security) -> Vec<u8> {
     let mut source = Source::start(Duration::from_secs(60), vec![disk]);
     let images = vec![Arc::new(Image::new("disk", 4 << 20))];
     let waiting = Waiting::start(Destination { images, ..Destination::of(&source) }, there);
-    let (to, seen) = tap(&waiting.to);
+    // Two channels of memory and one of the disk: each has to be answered before it is one, and the
+    // next one does not wait for that.
+    let (to, seen) = tap(&waiting.to, 3);
     let options = Options { to, security: here, ..options(2, true) };
     let result = migrate(&mut source, &options, &handle(), &mut |_| {});
     assert!(result.is_ok(), "{result:?} {:?}", waiting.told);

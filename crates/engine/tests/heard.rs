@@ -115,6 +115,10 @@ impl SourceVm for SlowSource {
         self.source.answer(question)
     }
 
+    fn foresee_questions(&mut self) {
+        self.source.foresee_questions();
+    }
+
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
         self.slow.enter(Call::StartTracking)?;
         self.source.start_tracking()

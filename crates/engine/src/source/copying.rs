@@ -90,9 +90,7 @@ impl Copying {
         let (options, session) = (source.options, &source.session);
         let channels = options.channels.saturating_add(disks.len() as u8);
         let at_once = if restarted { 0 } else { channels };
-        let streams = (0..at_once).map(|number| session.connect_channel(number));
-        let mut streams = streams.collect::<Result<Vec<_>, _>>()?;
-        let disk_streams = streams.split_off(streams.len().min(options.channels.into()));
+        let begun = session.begin_channels(0..at_once)?;
         // Where nothing is sent before the guest has left, what it writes need not be known.
         let untracked =
             source.leaves_at_once() && !(restarted || direct_io) && source.vm.can_go_untracked();
@@ -112,6 +110,9 @@ impl Copying {
             && (settings.delay_hot_percent > 0 || free.hints().is_some());
         let look = segments.begin(tracker.as_ref(), arms.then_some(ARMING))?;
         let segments = Arc::new(segments);
+        // A network takes its time, in which the tracking was started.
+        let mut streams = source.session.await_channels(begun)?;
+        let disk_streams = streams.split_off(streams.len().min(options.channels.into()));
         let mut lanes = Lanes::new(&own, channels.into(), common.codecs, !disks.is_empty());
         let count = segments.segments().count();
         let digests = proves.then(|| Arc::new(Mutex::new(vec![0; count])));
@@ -258,7 +259,8 @@ impl Copying {
     ) -> Result<(Stream, Stream), EngineError> {
         let number = self.lanes.memory() + self.disks.len();
         let number = u8::try_from(number).map_err(|_| EngineError::Panicked("main"))?;
-        source.session.connect_channel(number)
+        let made = source.session.connect_channels(number..=number)?;
+        made.into_iter().next().ok_or(EngineError::Panicked("main"))
     }
 
     /// Waits until the last round is on its way; where digests are compared, until it is in place.

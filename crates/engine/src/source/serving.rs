@@ -296,9 +296,7 @@ impl Serving {
         }
         self.attempt += 1;
         let wanted = take_wanted(source);
-        let numbers = 0..=channels;
-        let streams = numbers.map(|number| source.session.connect_channel(number));
-        let mut streams = streams.collect::<Result<Vec<_>, _>>()?;
+        let mut streams = source.session.connect_channels(0..=channels)?;
         self.stop = Arc::default();
         self.link.limiter.restart(streams.len());
         let urgent = streams.pop().ok_or(EngineError::Panicked("main"))?;

@@ -183,11 +183,11 @@ impl Session {
     /// Makes the control connection, in the newest version that both sides speak; how long the
     /// destination's host took to take it.
     pub(super) fn connect(&mut self) -> Result<Duration, EngineError> {
-        let stream = self.dial_and_heed(Role::Control).or_else(|error| match error {
+        let stream = self.dial_control().or_else(|error| match error {
             // Who does not speak our version has told its own, and closed: nothing has begun.
             EngineError::Wire { source: WireError::Version { theirs, .. }, .. } => {
                 self.call.version = theirs.common().ok_or(error)?;
-                self.dial_and_heed(Role::Control)
+                self.dial_control()
             }
             error => Err(error),
         })?;
@@ -218,20 +218,47 @@ impl Session {
         Err(EngineError::Protocol { peer: PEER, what })
     }
 
-    /// Makes the connection of data channel `number`; twice, as one is to end it by.
-    pub(super) fn connect_channel(&self, number: u8) -> Result<(Stream, Stream), EngineError> {
-        let stream = self.dial_and_heed(Role::Channel(number))?;
-        stream.be_patient().map_err(link_error(PEER))?;
-        let handle = stream.try_clone().map_err(link_error(PEER))?;
-        Ok((stream, handle))
+    /// Begins to make the connections of the data channels with these `numbers`, all at once: one
+    /// after the other each would take a round trip, and two where they are encrypted.
+    pub(super) fn begin_channels(
+        &self,
+        numbers: impl Iterator<Item = u8>,
+    ) -> Result<Vec<Dialled>, EngineError> {
+        numbers.map(|number| self.dial_aside(Role::Channel(number), None)).collect()
     }
 
-    /// A new connection as [`Call::dial`] makes it, in a thread that is left behind when nobody
-    /// waits any more: a name server and a host that do not answer take long.
-    fn dial_and_heed(&self, role: Role) -> Result<Stream, EngineError> {
-        let wait = self.dial_aside(role, None)?;
+    /// Waits for connections of data channels that were `begun`: each twice, as one is to end it
+    /// by.
+    pub(super) fn await_channels(
+        &self,
+        begun: Vec<Dialled>,
+    ) -> Result<Vec<(Stream, Stream)>, EngineError> {
+        let made = begun.into_iter().map(|dialled| {
+            let stream = self.heed(&dialled)?;
+            stream.be_patient().map_err(link_error(PEER))?;
+            let handle = stream.try_clone().map_err(link_error(PEER))?;
+            Ok((stream, handle))
+        });
+        made.collect()
+    }
+
+    /// Makes the connections of the data channels with these `numbers`.
+    pub(super) fn connect_channels(
+        &self,
+        numbers: impl Iterator<Item = u8>,
+    ) -> Result<Vec<(Stream, Stream)>, EngineError> {
+        self.await_channels(self.begin_channels(numbers)?)
+    }
+
+    /// Makes the control connection: a name server and a host that do not answer take long.
+    fn dial_control(&self) -> Result<Stream, EngineError> {
+        self.heed(&self.dial_aside(Role::Control, None)?)
+    }
+
+    /// Waits for a connection that was begun, unless something is more urgent.
+    fn heed(&self, dialled: &Dialled) -> Result<Stream, EngineError> {
         loop {
-            match wait.recv_timeout(limits::TICK / 2) {
+            match dialled.recv_timeout(limits::TICK / 2) {
                 Ok(stream) => return stream,
                 Err(RecvTimeoutError::Timeout) if !self.interrupt.is_raised() => {}
                 Err(RecvTimeoutError::Timeout) => return Err(EngineError::Interrupted),

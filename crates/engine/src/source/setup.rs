@@ -173,6 +173,7 @@ impl Setup {
             blocks,
             disks: self.disks.offers(&granularity),
         }))?;
+        source.vm.foresee_questions();
         answer_questions(source, features)
     }
 }

@@ -110,6 +110,8 @@ pub struct Source {
     pub tracked: bool,
     /// Disks that move along.
     pub disks: Vec<Arc<SourceDisk>>,
+    /// Whether it was told that questions will come.
+    foresees: bool,
     begun: bool,
     /// The guest writes for so long, and then no more.
     busy: Duration,
@@ -166,6 +168,7 @@ impl Source {
             goes_untracked: false,
             tracked: false,
             disks,
+            foresees: false,
             begun: false,
             busy,
             rests: Arc::default(),
@@ -196,7 +199,12 @@ impl SourceVm for Source {
 
     fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
         assert!(!self.begun, "a question when disks move already");
+        assert!(self.foresees, "a question that could not be foreseen");
         Ok(question.iter().rev().copied().collect())
+    }
+
+    fn foresee_questions(&mut self) {
+        self.foresees = true;
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {

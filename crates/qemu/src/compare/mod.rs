@@ -20,6 +20,7 @@ mod tree;
 use std::collections::BTreeSet;
 
 use godwit_engine::vm::{Ask, VmError};
+use godwit_wire::ANSWER_LIMIT;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -53,6 +54,17 @@ enum Question {
     Pieces(usize, usize, Vec<u64>),
 }
 
+/// What the source answers to [`Question::Picture`].
+#[derive(Debug, Serialize, Deserialize)]
+struct Told {
+    #[serde(flatten)]
+    picture: Picture,
+    /// What it would answer to [`Question::Disks`], which saves a round trip. Who leaves it out is
+    /// asked: a source that has never told it, or one that cannot and has the reason.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    disks: Option<storage::Disks>,
+}
+
 /// Bytes of all differences together, well below what an abort may carry.
 const TEXT: usize = 3500;
 
@@ -66,21 +78,32 @@ pub(crate) struct Terms {
 }
 
 /// Answers a question of the destination's, which is a stranger's text. The disks on the nodes
-/// `moving` move along.
+/// `moving` move along. Of the machine that is looked at, what cannot change is `known` then.
 ///
 /// # Errors
 /// When it is not understood.
 pub(crate) fn answer(
     machine: &mut Machine,
+    known: &mut Option<Realized>,
     question: &[u8],
-    terms: &Terms,
-    moving: &[String],
+    (terms, moving): (&Terms, &[String]),
 ) -> Result<Vec<u8>, VmError> {
     let answer = match serde_json::from_slice(question)? {
         Question::Picture => {
-            let allowed = terms.allowed.clone();
-            let picture = Picture::of(&mut *machine.qmp).map_err(QemuError::from)?;
-            serde_json::to_vec(&Picture { allowed, ..picture })?
+            let qmp = &mut *machine.qmp;
+            let realized = known.take().map_or_else(|| Realized::of(qmp), Ok);
+            let realized = &*known.insert(realized.map_err(QemuError::from)?);
+            let picture = Picture::with(realized, qmp).map_err(QemuError::from)?;
+            let picture = Picture { allowed: terms.allowed.clone(), ..picture };
+            let disks = storage::tell(machine, moving, terms.disks_are_shared).ok();
+            let mut told = Told { picture, disks };
+            let whole = serde_json::to_vec(&told)?;
+            if whole.len() > ANSWER_LIMIT {
+                told.disks = None;
+                serde_json::to_vec(&told)?
+            } else {
+                whole
+            }
         }
         Question::Features => serde_json::to_vec(
             &picture::feature_names(&mut *machine.qmp).map_err(QemuError::from)?,
@@ -123,16 +146,17 @@ pub(crate) fn compare(
     realized: &Realized,
     ask: &mut Ask<'_>,
 ) -> Result<(), VmError> {
-    compare_machines(&mut *machine.qmp, realized, ask)?;
-    storage::compare(machine, ask)
+    let Told { picture, disks } = put(&Question::Picture, ask, "its machine")?;
+    compare_machines(&mut *machine.qmp, realized, picture, ask)?;
+    storage::compare(machine, disks, ask)
 }
 
 fn compare_machines(
     qmp: &mut dyn Monitor,
     realized: &Realized,
+    source: Picture,
     ask: &mut Ask<'_>,
 ) -> Result<(), VmError> {
-    let source: Picture = put(&Question::Picture, ask, "its machine")?;
     let here = Picture::with(realized, qmp).map_err(QemuError::from)?;
     let machines = machines(qmp).map_err(QemuError::from)?;
     let mut found = differ::differences(&source, &here, &machines);
@@ -216,6 +240,23 @@ mod tests {
         let one = differ::Difference { key: "cpu".to_owned(), text: "x".repeat(1000) };
         let text = in_words(&[one.clone(), one.clone(), one.clone(), one.clone(), one]);
         assert!(text.len() < TEXT + 30 && text.ends_with("x; and 2 more"), "{}", text.len());
+    }
+
+    #[test]
+    fn sources_and_destinations_understand_each_other_whether_disks_are_told_with_the_machine() {
+        let facts = [("machine".to_owned(), "q35".to_owned())].into();
+        let picture = Picture { version: (10, 0, 2), facts, ..Picture::default() };
+        // A source of before, whose disks are asked for.
+        let alone = serde_json::to_vec(&picture).unwrap();
+        let told: Told = serde_json::from_slice(&alone).unwrap();
+        assert!(told.picture == picture && told.disks.is_none());
+
+        let disks = serde_json::from_str(r#"{ "disks": [], "shared": true }"#).unwrap();
+        let whole = serde_json::to_vec(&Told { disks: Some(disks), ..told }).unwrap();
+        let told: Told = serde_json::from_slice(&whole).unwrap();
+        assert!(told.picture == picture && told.disks.is_some());
+        // A destination of before.
+        assert_eq!(serde_json::from_slice::<Picture>(&whole).unwrap(), picture);
     }
 
     #[test]

@@ -40,7 +40,7 @@ use godwit_units::ByteCount;
 use godwit_vcpu_throttle::{Measures, VcpuThrottle};
 
 use crate::QemuError;
-use crate::compare::Terms;
+use crate::compare::{Realized, Terms};
 use crate::device_ram::{DeviceRam, Loader};
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Drive, Found, Granularity, ListedDisk, Tracking};
@@ -139,6 +139,8 @@ pub struct QemuSource {
     back_ends: Option<BackEnds>,
     /// What the operator lets pass when the destination compares.
     terms: Terms,
+    /// What it will ask for that cannot change, once that was looked at.
+    realized: Option<Realized>,
     /// What brings the guest back when this process is killed.
     guard: Option<Guard>,
     /// What has befallen the guest since it was looked at first.
@@ -232,6 +234,7 @@ impl QemuSource {
             processes_at: None,
             moving: Vec::new(),
             terms: Terms::default(),
+            realized: None,
             granularity: Granularity::Given(ByteCount::ZERO),
             tracking: None,
             guard: None,

@@ -15,6 +15,7 @@ use super::back_ends::BackEnds;
 use super::{
     END_LIMIT, FD_NAME, OWN_BLOCKS, QemuSource, SAVE_LIMIT, SILENT, failure_words, migration_event,
 };
+use crate::compare::Realized;
 use crate::guard::{Left, Stage};
 use crate::libvirt::{QUESTION, SourceDomain};
 use crate::monitor::commands::{MigrateContinue, Quit};
@@ -63,7 +64,14 @@ impl SourceVm for QemuSource {
             return self.describe_qemu();
         }
         let moving: Vec<String> = self.moving.iter().map(|disk| disk.node.clone()).collect();
-        compare::answer(&mut self.machine, question, &self.terms, &moving)
+        let terms = (&self.terms, &*moving);
+        compare::answer(&mut self.machine, &mut self.realized, question, terms)
+    }
+
+    fn foresee_questions(&mut self) {
+        // What fails is asked for again, and told of then.
+        let qmp = &mut *self.machine.qmp;
+        self.realized = self.realized.take().or_else(|| Realized::of(qmp).ok());
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {

@@ -191,9 +191,7 @@ impl Copying {
         let Some(lost) = &mut self.lost else { return Err(EngineError::Panicked("main")) };
         lost.forgotten |= placed.is_none();
         lost.take_back(&placed.unwrap_or_default());
-        let all = channels.saturating_add(disks);
-        let streams = (0..all).map(|number| source.session.connect_channel(number));
-        let streams = streams.collect::<Result<Vec<_>, _>>()?;
+        let streams = source.session.connect_channels(0..channels.saturating_add(disks))?;
         self.learn(source)?;
         self.have_proven_again(source)?;
         self.start_again(source, channels.into(), streams)
