@@ -148,8 +148,8 @@ fn tapped(here: Security, there: Security) -> Vec<u8> {
     let mut source = Source::start(Duration::from_secs(60), vec![disk]);
     let images = vec![Arc::new(Image::new("disk", 4 << 20))];
     let waiting = Waiting::start(Destination { images, ..Destination::of(&source) }, there);
-    // Two channels of memory and one of the disk: each has to be answered before it is one, and the
-    // next one does not wait for that.
+    // Two channels of memory and one of the disk. Encrypted ones have to be answered before pages
+    // can go over them, and the next one must not wait for that.
     let (to, seen) = tap(&waiting.to, 3);
     let options = Options { to, security: here, ..options(2, true) };
     let result = migrate(&mut source, &options, &handle(), &mut |_| {});

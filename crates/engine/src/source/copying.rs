@@ -90,7 +90,8 @@ impl Copying {
         let (options, session) = (source.options, &source.session);
         let channels = options.channels.saturating_add(disks.len() as u8);
         let at_once = if restarted { 0 } else { channels };
-        let begun = session.begin_channels(0..at_once)?;
+        let mut streams = session.connect_channels(0..at_once)?;
+        let disk_streams = streams.split_off(streams.len().min(options.channels.into()));
         // Where nothing is sent before the guest has left, what it writes need not be known.
         let untracked =
             source.leaves_at_once() && !(restarted || direct_io) && source.vm.can_go_untracked();
@@ -110,9 +111,6 @@ impl Copying {
             && (settings.delay_hot_percent > 0 || free.hints().is_some());
         let look = segments.begin(tracker.as_ref(), arms.then_some(ARMING))?;
         let segments = Arc::new(segments);
-        // A network takes its time, in which the tracking was started.
-        let mut streams = source.session.await_channels(begun)?;
-        let disk_streams = streams.split_off(streams.len().min(options.channels.into()));
         let mut lanes = Lanes::new(&own, channels.into(), common.codecs, !disks.is_empty());
         let count = segments.segments().count();
         let digests = proves.then(|| Arc::new(Mutex::new(vec![0; count])));

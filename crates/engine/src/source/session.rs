@@ -218,36 +218,22 @@ impl Session {
         Err(EngineError::Protocol { peer: PEER, what })
     }
 
-    /// Begins to make the connections of the data channels with these `numbers`, all at once: one
-    /// after the other each would take a round trip, and two where they are encrypted.
-    pub(super) fn begin_channels(
+    /// Makes the connections of the data channels with these `numbers`, all at once: one after the
+    /// other each would take a round trip, and two where they are encrypted. Each is had twice, as
+    /// one is to end it by.
+    pub(super) fn connect_channels(
         &self,
         numbers: impl Iterator<Item = u8>,
-    ) -> Result<Vec<Dialled>, EngineError> {
-        numbers.map(|number| self.dial_aside(Role::Channel(number), None)).collect()
-    }
-
-    /// Waits for connections of data channels that were `begun`: each twice, as one is to end it
-    /// by.
-    pub(super) fn await_channels(
-        &self,
-        begun: Vec<Dialled>,
     ) -> Result<Vec<(Stream, Stream)>, EngineError> {
-        let made = begun.into_iter().map(|dialled| {
-            let stream = self.heed(&dialled)?;
+        let begun = numbers.map(|number| self.dial_aside(Role::Channel(number), None));
+        let begun = begun.collect::<Result<Vec<_>, _>>()?;
+        let made = begun.iter().map(|dialled| {
+            let stream = self.heed(dialled)?;
             stream.be_patient().map_err(link_error(PEER))?;
             let handle = stream.try_clone().map_err(link_error(PEER))?;
             Ok((stream, handle))
         });
         made.collect()
-    }
-
-    /// Makes the connections of the data channels with these `numbers`.
-    pub(super) fn connect_channels(
-        &self,
-        numbers: impl Iterator<Item = u8>,
-    ) -> Result<Vec<(Stream, Stream)>, EngineError> {
-        self.await_channels(self.begin_channels(numbers)?)
     }
 
     /// Makes the control connection: a name server and a host that do not answer take long.
@@ -782,7 +768,9 @@ impl Call {
         let limit = match role {
             Role::Control => limits::FIRST_GREETING,
             Role::Resume => limits::RESUME,
-            Role::Channel(_) | Role::Resolve => limits::GREETING,
+            // The destination lets in one after the other, and waits for all of them for as long.
+            Role::Channel(_) => limits::CONNECT,
+            Role::Resolve => limits::GREETING,
         };
         let silent = |source: &io::Error| {
             role == Role::Control

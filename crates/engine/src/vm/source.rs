@@ -153,9 +153,11 @@ pub trait SourceVm {
         Err("this kind of machine answers no questions".into())
     }
 
-    /// Called when the machine was offered, while the destination looks at its own: what takes long
-    /// to find out of what [`Self::answer`] will be asked for, and cannot change any more, can be
-    /// found out meanwhile. What fails here is for `answer` to tell.
+    /// Called after the offer was sent, also where it was an inquiry, while the destination looks
+    /// at its own machine: what takes long to find out of what [`Self::answer`] will be asked for,
+    /// and cannot change any more, can be found out now. Changes nothing, and takes no longer than
+    /// `answer` may: a question that has come meanwhile waits. What fails here is for `answer` to
+    /// tell.
     fn foresee_questions(&mut self) {}
 
     /// Whether [`Self::start_tracking`] may be left out where none of the memory is sent before the

@@ -23,6 +23,7 @@ use godwit_engine::vm::{Ask, VmError};
 use godwit_wire::ANSWER_LIMIT;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::QemuError;
 use crate::machine::Machine;
@@ -59,10 +60,11 @@ enum Question {
 struct Told {
     #[serde(flatten)]
     picture: Picture,
-    /// What it would answer to [`Question::Disks`], which saves a round trip. Who leaves it out is
-    /// asked: a source that has never told it, or one that cannot and has the reason.
+    /// What it would answer to [`Question::Disks`], which saves a round trip. A source that leaves
+    /// it out is asked: one of before, one that cannot tell and has the reason, or one with more
+    /// than fits into an answer. A picture has nothing of this name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    disks: Option<storage::Disks>,
+    disks: Option<Value>,
 }
 
 /// Bytes of all differences together, well below what an abort may carry.
@@ -78,7 +80,7 @@ pub(crate) struct Terms {
 }
 
 /// Answers a question of the destination's, which is a stranger's text. The disks on the nodes
-/// `moving` move along. Of the machine that is looked at, what cannot change is `known` then.
+/// `moving` move along. `known` keeps what cannot change of the machine, once that was looked at.
 ///
 /// # Errors
 /// When it is not understood.
@@ -96,6 +98,7 @@ pub(crate) fn answer(
             let picture = Picture::with(realized, qmp).map_err(QemuError::from)?;
             let picture = Picture { allowed: terms.allowed.clone(), ..picture };
             let disks = storage::tell(machine, moving, terms.disks_are_shared).ok();
+            let disks = disks.map(serde_json::to_value).transpose()?;
             let mut told = Told { picture, disks };
             let whole = serde_json::to_vec(&told)?;
             if whole.len() > ANSWER_LIMIT {
@@ -148,7 +151,11 @@ pub(crate) fn compare(
 ) -> Result<(), VmError> {
     let Told { picture, disks } = put(&Question::Picture, ask, "its machine")?;
     compare_machines(&mut *machine.qmp, realized, picture, ask)?;
-    storage::compare(machine, disks, ask)
+    let disks = match disks {
+        Some(told) => serde_json::from_value(told).map_err(|_| QemuError::Unclear("its disks"))?,
+        None => put(&Question::Disks, ask, "its disks")?,
+    };
+    storage::compare(machine, &disks, ask)
 }
 
 fn compare_machines(
@@ -251,7 +258,7 @@ mod tests {
         let told: Told = serde_json::from_slice(&alone).unwrap();
         assert!(told.picture == picture && told.disks.is_none());
 
-        let disks = serde_json::from_str(r#"{ "disks": [], "shared": true }"#).unwrap();
+        let disks = serde_json::json!({ "disks": [], "shared": true });
         let whole = serde_json::to_vec(&Told { disks: Some(disks), ..told }).unwrap();
         let told: Told = serde_json::from_slice(&whole).unwrap();
         assert!(told.picture == picture && told.disks.is_some());

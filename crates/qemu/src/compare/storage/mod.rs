@@ -206,20 +206,16 @@ pub(super) fn read_pieces(
     pieces::read(&open(machine, place)?, wanted)
 }
 
-/// Compares the source's disks, where it has `told` of them, with those of the machine here.
+/// Compares the disks of the `source` with those of the machine here.
 ///
 /// # Errors
 /// When one that stays is another here or cannot be compared, or one that moves would be copied
 /// onto itself.
 pub(super) fn compare(
     machine: &mut Machine,
-    told: Option<Disks>,
+    source: &Disks,
     ask: &mut Ask<'_>,
 ) -> Result<(), VmError> {
-    let source = match told {
-        Some(disks) => disks,
-        None => put(&Question::Disks, ask, "its disks")?,
-    };
     let here = Disk::all(machine, &[]).map_err(QemuError::from)?;
     let files = source.disks.iter().filter(|disk| !disk.moves).map(|disk| disk.files.len()).sum();
     let mut asked = Asked { machine, ask, time: pieces::TIME, files };
