@@ -93,8 +93,7 @@ pub(crate) fn answer(
     let answer = match serde_json::from_slice(question)? {
         Question::Picture => {
             let qmp = &mut *machine.qmp;
-            let realized = known.take().map_or_else(|| Realized::of(qmp), Ok);
-            let realized = &*known.insert(realized.map_err(QemuError::from)?);
+            let realized = Realized::find(known, qmp).map_err(QemuError::from)?;
             let picture = Picture::with(realized, qmp).map_err(QemuError::from)?;
             let picture = Picture { allowed: terms.allowed.clone(), ..picture };
             let disks = storage::tell(machine, moving, terms.disks_are_shared).ok();

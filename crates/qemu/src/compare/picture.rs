@@ -109,6 +109,15 @@ impl Realized {
         picture.processors(qmp)?;
         Ok(Self(picture))
     }
+
+    /// The same where it may be `known`, and is from then on.
+    pub(crate) fn find<'a>(
+        known: &'a mut Option<Self>,
+        qmp: &mut dyn Monitor,
+    ) -> Result<&'a Self, QmpError> {
+        let found = known.take().map_or_else(|| Self::of(qmp), Ok)?;
+        Ok(known.insert(found))
+    }
 }
 
 impl Picture {

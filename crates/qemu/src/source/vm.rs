@@ -70,8 +70,7 @@ impl SourceVm for QemuSource {
 
     fn foresee_questions(&mut self) {
         // What fails is asked for again, and told of then.
-        let qmp = &mut *self.machine.qmp;
-        self.realized = self.realized.take().or_else(|| Realized::of(qmp).ok());
+        let _ = Realized::find(&mut self.realized, &mut *self.machine.qmp);
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
