@@ -2,7 +2,7 @@
 //! make small.
 //!
 //! The source must have kept the bytes as sent; the destination has them in the guest's memory, as
-//! a segment belongs to one channel and nothing overtakes. Whether a delta pays, docs/codecs.md
+//! nothing overtakes what was sent before. Whether a delta pays, docs/codecs.md
 //! says with figures.
 
 /// Turns `page` into its difference to `base`, or such a difference back into the page: XOR is its

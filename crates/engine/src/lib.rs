@@ -6,9 +6,9 @@
 //!
 //! Invariants kept here:
 //! - A page is harvested before its bytes are read (`source/channel.rs`).
-//! - A segment belongs to one channel, which one thread writes and one thread reads, in order; so
-//!   an old version of a page cannot land on a newer one. The destination checks it
-//!   (`destination/channel.rs`).
+//! - In a round a segment goes over one channel, which one thread writes and one thread reads, in
+//!   order, and no round begins before the one before it is in place; so an old version of a page
+//!   cannot land on a newer one. The destination checks it (`destination/memory.rs`).
 //! - Every wait has a limit (`limits`).
 //! - Whatever fails before COMMIT, the guest runs on at the source, without tracking
 //!   (`source/mod.rs`).

@@ -667,23 +667,26 @@ impl fmt::Display for Audit {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
-#[allow(missing_docs, reason = "place: the page; last, sent: the round in which it was sent last")]
+#[allow(
+    missing_docs,
+    reason = "place: the page; last, sent: the round in which it was sent last; channel: over which"
+)]
 pub enum Difference {
     /// The destination holds an older version.
-    Older { place: Place, held: u32, last: Option<u32>, channel: usize },
+    Older { place: Place, held: u32, last: Option<u32>, channel: Option<usize> },
     /// The destination holds zeros.
-    Zeros { place: Place, last: Option<u32>, channel: usize },
+    Zeros { place: Place, last: Option<u32>, channel: Option<usize> },
     /// The destination holds what was sent for another page.
-    OtherPage { place: Place, other: Place, last: Option<u32>, channel: usize },
+    OtherPage { place: Place, other: Place, last: Option<u32>, channel: Option<usize> },
     /// The destination holds what was never sent.
-    Unknown { place: Place, last: Option<u32>, channel: usize },
+    Unknown { place: Place, last: Option<u32>, channel: Option<usize> },
     /// It was left out as free, and was written.
     BelievedFree { place: Place, left_out: u32, reported: Option<u32> },
     /// The tracker reported it, and it was not sent since.
-    NotSent { place: Place, reported: Option<u32>, sent: Option<u32>, channel: usize },
+    NotSent { place: Place, reported: Option<u32>, sent: Option<u32>, channel: Option<usize> },
     /// It was written, and the tracker has not reported it since it was sent, or since it was read
     /// again in a later round in which it was still unchanged.
-    NotReported { place: Place, sent: Option<u32>, unchanged: Option<u32>, channel: usize },
+    NotReported { place: Place, sent: Option<u32>, unchanged: Option<u32>, channel: Option<usize> },
 }
 
 /// A round, if there was one.
@@ -691,32 +694,37 @@ fn round(round: Option<u32>) -> String {
     round.map_or_else(|| "never".to_owned(), |round| format!("in round {round}"))
 }
 
+/// When it was sent, and over which channel, if it was.
+fn sending(last: Option<u32>, channel: Option<usize>) -> String {
+    let over = channel.map(|channel| format!(" over channel {channel}"));
+    round(last) + over.as_deref().unwrap_or_default()
+}
+
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Older { place, held, last, channel } => write!(
                 f,
-                "{place} holds the version of round {held}, though a newer one was sent {} over \
-                 channel {channel}: that one was not placed, or the older one came behind it",
-                round(*last)
+                "{place} holds the version of round {held}, though a newer one was sent {}: that \
+                 one was not placed, or the older one came behind it",
+                sending(*last, *channel)
             ),
             Self::Zeros { place, last, channel } => write!(
                 f,
-                "{place} holds zeros, though it was sent {} over channel {channel}: it was not \
-                 placed, or was thrown away",
-                round(*last)
+                "{place} holds zeros, though it was sent {}: it was not placed, or was thrown \
+                 away",
+                sending(*last, *channel)
             ),
             Self::OtherPage { place, other, last, channel } => write!(
                 f,
-                "{place} holds what was sent for {other}; it was itself sent {} over channel \
-                 {channel}",
-                round(*last)
+                "{place} holds what was sent for {other}; it was itself sent {}",
+                sending(*last, *channel)
             ),
             Self::Unknown { place, last, channel } => write!(
                 f,
-                "{place} holds bytes that were never sent; it was sent {} over channel {channel}: \
-                 they changed behind the frame's checksum",
-                round(*last)
+                "{place} holds bytes that were never sent; it was sent {}: they changed \
+                 behind the frame's checksum",
+                sending(*last, *channel)
             ),
             Self::BelievedFree { place, left_out, reported } => write!(
                 f,
@@ -726,18 +734,18 @@ impl fmt::Display for Difference {
             ),
             Self::NotSent { place, reported, sent, channel } => write!(
                 f,
-                "{place} was reported as written {}, and not sent then (sent last: {}, over \
-                 channel {channel}): the engine left it out",
+                "{place} was reported as written {}, and not sent then (sent last: {}): the \
+                 engine left it out",
                 round(*reported),
-                round(*sent)
+                sending(*sent, *channel)
             ),
             Self::NotReported { place, sent, unchanged, channel } => {
                 let since = unchanged.map(|round| format!(", and was unchanged in round {round}"));
                 write!(
                     f,
-                    "{place} was written, and not reported as written since it was sent {} over \
-                     channel {channel}{}: the tracker missed it",
-                    round(*sent),
+                    "{place} was written, and not reported as written since it was sent {}{}: \
+                     the tracker missed it",
+                    sending(*sent, *channel),
                     since.unwrap_or_default()
                 )
             }

@@ -119,7 +119,7 @@ fn an_audit_explains_what_a_disk_does_not_hold() {
     assert_eq!(failure.survivor, Survivor::Source);
     let EngineError::Audit(audit) = &failure.cause else { panic!("{failure}") };
     assert_eq!((audit.damaged.0, audit.missed.0), (1, 0), "{audit}");
-    let Some(Difference::Unknown { place, channel: 3, .. }) = &audit.first_damaged else {
+    let Some(Difference::Unknown { place, channel: Some(3), .. }) = &audit.first_damaged else {
         panic!("{audit:?}")
     };
     assert_eq!(place.to_string(), "disk 'data' at 0x46000");

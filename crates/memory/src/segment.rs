@@ -1,7 +1,7 @@
 //! Segments: the pieces in which memory is harvested, sent and assigned to channels.
 //!
-//! A segment belongs to one channel for the whole session, so versions of a page can never overtake
-//! each other. Both sides compute the same segments from the sizes of the RAM blocks.
+//! In one round a segment goes over one channel, so versions of a page can never overtake each
+//! other. Both sides compute the same segments from the sizes of the RAM blocks.
 
 use godwit_units::{PageCount, PageIndex, PageRun};
 
@@ -29,14 +29,15 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// The channel, of `channels`, that this segment belongs to.
+    /// The channel, of `channels`, that this segment belongs to: the only one that it goes over
+    /// where the destination takes it over no other.
     #[must_use]
     pub fn channel(self, channels: usize) -> usize {
         channel_of(self.block, self.run.start, channels)
     }
 }
 
-/// The channel, of `channels`, that carries page `page` of RAM block `block`.
+/// The channel, of `channels`, that page `page` of RAM block `block` belongs to.
 #[must_use]
 pub fn channel_of(block: usize, page: PageIndex, channels: usize) -> usize {
     let number = page.0 / SEGMENT_PAGES;

@@ -146,11 +146,13 @@ pub enum Feature {
     /// What a guest lacks is copied to a third place before it runs at the destination, which has
     /// seen that it has the same storage: one that has not, and could await pages, refuses.
     PostCopySafe = 7,
+    /// A segment may come over any channel, though only over one in each round.
+    AnyChannel = 8,
 }
 
 impl Feature {
     /// Every feature that has a number.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Restart,
         Self::Proof,
         Self::Trial,
@@ -159,6 +161,7 @@ impl Feature {
         Self::DiskProof,
         Self::PostCopyWanted,
         Self::PostCopySafe,
+        Self::AnyChannel,
     ];
 
     /// How it is called in reports.
@@ -173,6 +176,7 @@ impl Feature {
             Self::DiskProof => "disk-proof",
             Self::PostCopyWanted => "postcopy-wanted",
             Self::PostCopySafe => "postcopy-safe",
+            Self::AnyChannel => "any-channel",
         }
     }
 }
@@ -202,7 +206,8 @@ impl Features {
             | Self::of(Feature::DiskPrints).0
             | Self::of(Feature::PostCopy).0
             | Self::of(Feature::DiskProof).0
-            | Self::of(Feature::PostCopySafe).0,
+            | Self::of(Feature::PostCopySafe).0
+            | Self::of(Feature::AnyChannel).0,
     );
 
     /// One feature.

@@ -143,14 +143,25 @@ mod tests {
     use godwit_units::{PAGE_SIZE, PageCount, PageIndex};
     use godwit_wire::PageFrameBuilder;
 
+    use super::super::claims::Claims;
     use super::super::memory::MemoryPlace;
     use super::super::slips::Slips;
     use super::super::{Faults, Options};
     use super::*;
     use crate::address::Stream;
+    use crate::link::barrier;
 
     fn block() -> Arc<Vec<RamBlock>> {
         Arc::new(vec![RamBlock::anonymous("ram", PageCount(4)).unwrap()])
+    }
+
+    /// Which channel a segment may come over.
+    #[derive(Clone)]
+    enum Check {
+        Own,
+        Claimed(Arc<Claims>),
+        /// A fault: any at any time.
+        Broken,
     }
 
     /// Channel `number` of `channels`, which reads from `stream`.
@@ -160,12 +171,18 @@ mod tests {
         stream: UnixStream,
         blocks: &Arc<Vec<RamBlock>>,
         barriers: &Arc<Barriers>,
-        any_channel: bool,
+        check: Check,
     ) -> Channel {
         let cells = Cells::new(true, "the source").unwrap();
         let place = MemoryPlace {
             number,
             channels,
+            claims: if let Check::Claimed(claims) = &check {
+                Some(Arc::clone(claims))
+            } else {
+                None
+            },
+            rounds: 0,
             blocks: Arc::clone(blocks),
             order: Arc::new(vec![0]),
             placed: None,
@@ -173,7 +190,7 @@ mod tests {
             arriving: Arc::default(),
             closed: Arc::default(),
             slips: Slips::new(MadeUp::none()),
-            any_channel,
+            any_channel: matches!(check, Check::Broken),
         };
         Channel {
             number,
@@ -192,7 +209,7 @@ mod tests {
     /// Sends page 1, which belongs to channel 0, twice: first the old version over `first`, then
     /// the new one over `second`. Channel 0 is late. Returns what the page holds in the end, and
     /// the error of a channel, if there was one.
-    fn race(first: usize, second: usize, any_channel: bool) -> (u8, Option<EngineError>) {
+    fn race(first: usize, second: usize, check: Check) -> (u8, Option<EngineError>) {
         let slow_channel = Some((0, Duration::from_millis(400)));
         let faults = Faults { slow_channel, ..Faults::default() };
         let late = Options { faults, ..Options::default() };
@@ -203,7 +220,7 @@ mod tests {
         for number in 0..2 {
             let (ours, theirs) = UnixStream::pair().unwrap();
             sending.push(ours);
-            let mut channel = channel(number, 2, theirs, &blocks, &barriers, any_channel);
+            let mut channel = channel(number, 2, theirs, &blocks, &barriers, check.clone());
             channel.made_up = MadeUp::of(&late);
             threads.push(std::thread::spawn(move || channel.run()));
         }
@@ -230,16 +247,56 @@ mod tests {
     #[test]
     fn an_old_page_lands_on_a_newer_one_only_where_the_mapping_is_broken() {
         // As it is: one channel, in order, however late it is.
-        let (version, failure) = race(0, 0, false);
+        let (version, failure) = race(0, 0, Check::Own);
         assert!(failure.is_none());
         assert_eq!(version, 2);
         // The newer one comes over another channel: it is refused, and the migration with it.
-        let (_, failure) = race(0, 1, false);
+        let (_, failure) = race(0, 1, Check::Own);
         assert!(failure.unwrap().to_string().contains("over channel 1"));
+        // Where it may come over any, only over one in a round: the late one is refused.
+        let claimed = || Check::Claimed(Arc::new(Claims::new([PageCount(4)].into_iter())));
+        let (_, failure) = race(0, 1, claimed());
+        assert!(failure.unwrap().to_string().contains("over channel 0"));
+        let (version, failure) = race(1, 1, claimed());
+        assert!(failure.is_none() && version == 2, "{version} {failure:?}");
         // With the check broken on purpose the old version stays.
-        let (version, failure) = race(0, 1, true);
+        let (version, failure) = race(0, 1, Check::Broken);
         assert!(failure.is_none());
         assert_eq!(version, 1);
+    }
+
+    #[test]
+    fn a_segment_may_come_over_another_channel_in_the_next_round() {
+        let (blocks, barriers) = (block(), Arc::new(Barriers::new(2)));
+        let check = Check::Claimed(Arc::new(Claims::new([PageCount(4)].into_iter())));
+        let mut builder = PageFrameBuilder::new();
+        let mut send = |stream: &mut UnixStream, version| {
+            let fill = |bytes: &mut [u8]| {
+                bytes.fill(version);
+                Ok::<(), ()>(())
+            };
+            builder.add(PageRun::new(1, 1), fill, |_, _| Some(Content::Data)).unwrap();
+            stream.write_all(builder.finish(0)).unwrap();
+        };
+        let start = |number| {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let channel = channel(number, 2, theirs, &blocks, &barriers, check.clone());
+            (ours, std::thread::spawn(move || channel.run()))
+        };
+        let [(mut one, first), (mut other, second)] = [start(0), start(1)];
+        send(&mut one, 1);
+        one.write_all(&barrier(0, false)).unwrap();
+        other.write_all(&barrier(0, false)).unwrap();
+        barriers.wait(0, || None).unwrap();
+        send(&mut other, 2);
+        other.write_all(&barrier(1, false)).unwrap();
+        one.write_all(&barrier(1, false)).unwrap();
+        barriers.wait(1, || None).unwrap();
+        let mut bytes = [0; PAGE_SIZE as usize];
+        blocks[0].read(PageIndex(1), &mut bytes).unwrap();
+        assert_eq!(bytes[0], 2);
+        drop((one, other));
+        [first, second].into_iter().for_each(|thread| drop(thread.join().unwrap()));
     }
 
     #[test]
@@ -247,7 +304,7 @@ mod tests {
         let blocks = block();
         let barriers = Arc::new(Barriers::new(1));
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        let channel = channel(0, 1, theirs, &blocks, &barriers, false);
+        let channel = channel(0, 1, theirs, &blocks, &barriers, Check::Own);
         let thread = std::thread::spawn(move || channel.run());
         let mut builder = PageFrameBuilder::new();
         builder.zero(PageRun::new(2, 1));

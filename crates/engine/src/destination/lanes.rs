@@ -23,6 +23,7 @@ use super::Notice;
 use super::arriving::Arriving;
 use super::barriers::Barriers;
 use super::channel::{Channel, Ended, PEER, PageSink};
+use super::claims::Claims;
 use super::disk::{DiskPlace, LastRound, readers};
 use super::fault::MadeUp;
 use super::memory::MemoryPlace;
@@ -58,6 +59,8 @@ pub(super) struct Lanes {
     disks: Vec<Disk>,
     open_disks: usize,
     order: Arc<Vec<usize>>,
+    /// Whether a segment may come over any channel.
+    any_channel: bool,
     /// Where what is placed is marked, if it is to be read back, and who does so.
     placed_pages: Option<Arc<Placed>>,
     prover: Option<Prover>,
@@ -132,6 +135,7 @@ impl Lanes {
             disks: Vec::new(),
             open_disks: 0,
             order: Arc::new(order),
+            any_channel: features.contains(Feature::AnyChannel),
             placed_pages: proves.then(|| Arc::new(Placed::new(ram, &proven))),
             prover: None,
             proves_disks,
@@ -157,10 +161,12 @@ impl Lanes {
     }
 
     /// What places the pages of channel `number` of memory.
-    fn memory_place(&self, number: usize) -> Box<dyn PageSink> {
+    fn memory_place(&self, number: usize, claims: Option<&Arc<Claims>>) -> Box<dyn PageSink> {
         Box::new(MemoryPlace {
             number,
             channels: self.memory,
+            claims: claims.cloned(),
+            rounds: 0,
             blocks: Arc::clone(&self.ram),
             order: Arc::clone(&self.order),
             placed: self.placed_pages.clone(),
@@ -178,9 +184,12 @@ impl Lanes {
     fn start(&mut self, streams: Vec<Stream>) -> Result<(), EngineError> {
         self.barriers = Arc::new(Barriers::new(streams.len()));
         self.numbers.clear();
-        let mut places: Vec<_> = (0..self.memory).map(|number| self.memory_place(number)).collect();
+        let sizes = self.order.iter().map(|own| self.ram[*own].pages());
+        let claims = self.any_channel.then(|| Arc::new(Claims::new(sizes)));
+        let place = |number| self.memory_place(number, claims.as_ref());
+        let mut places: Vec<_> = (0..self.memory).map(place).collect();
         match self.arriving.get() {
-            Some(_) => places.push(self.memory_place(self.memory)),
+            Some(_) => places.push(self.memory_place(self.memory, None)),
             None => places.append(&mut self.parked),
         }
         self.run_channels(0, streams, places)
@@ -235,7 +244,7 @@ impl Lanes {
     ) -> Result<(), EngineError> {
         let number = self.channels.len();
         let streams = await_channels(session, self.attempt, number..number + 1, notice)?;
-        let place = self.memory_place(number);
+        let place = self.memory_place(number, None);
         self.run_channels(number, streams, vec![place])
     }
 

@@ -1,6 +1,8 @@
 //! Guest memory as a place for pages.
 //!
-//! Invariant: a segment's pages come over its own channel only, which is checked.
+//! Invariant: in one round a segment's pages come over one channel only, which is checked: always
+//! over its own, or where both sides can over any ([`Claims`]). The source begins no round before
+//! all of the one before it is in place, so no older version of a page can land on a newer one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -11,6 +13,7 @@ use godwit_wire::Content;
 
 use super::arriving::Arriving;
 use super::channel::{PEER, PageSink};
+use super::claims::Claims;
 use super::proof::Placed;
 use super::slips::Slips;
 use crate::EngineError;
@@ -20,6 +23,11 @@ pub(super) struct MemoryPlace {
     /// Of how many channels of memory which one this is.
     pub(super) number: usize,
     pub(super) channels: usize,
+    /// Where segments may come over any of them: which came over which. `None`: each comes over
+    /// its own.
+    pub(super) claims: Option<Arc<Claims>>,
+    /// Rounds that have ended on this channel.
+    pub(super) rounds: u32,
     pub(super) blocks: Arc<Vec<RamBlock>>,
     /// The source's number of a block -> ours.
     pub(super) order: Arc<Vec<usize>>,
@@ -54,6 +62,15 @@ impl MemoryPlace {
 
     fn block(&self, number: usize) -> Result<&RamBlock, EngineError> {
         self.own(number).map(|own| &self.blocks[own])
+    }
+
+    /// Whether `run` of block `number` may come over this channel now.
+    fn may_come(&self, number: usize, run: PageRun) -> bool {
+        match &self.claims {
+            _ if self.channels == 1 => true,
+            Some(claims) => claims.claim((number, run), self.number, self.rounds),
+            None => belongs(number, run, self.number, self.channels),
+        }
     }
 }
 
@@ -95,7 +112,7 @@ impl PageSink for MemoryPlace {
         let any_channel = self.any_channel;
         #[cfg(not(test))]
         let any_channel = false;
-        if !any_channel && !belongs(number, run, self.number, self.channels) {
+        if !any_channel && !self.may_come(number, run) {
             let what =
                 format!("it sent {} from {} over channel {}", run.count, run.start, self.number);
             return Err(EngineError::Protocol { peer: PEER, what });
@@ -120,6 +137,7 @@ impl PageSink for MemoryPlace {
     }
 
     fn end_round(&mut self, last: bool) -> Result<(), EngineError> {
+        self.rounds += 1;
         let mark = marking(self.placed.as_deref());
         Ok(self.slips.end_round(&self.blocks, last, &mut |own, run| mark(own, run))?)
     }
@@ -143,14 +161,13 @@ fn marking(placed: Option<&Placed>) -> impl Fn(usize, PageRun) + '_ {
     }
 }
 
-/// Whether all of `run` lies in segments of channel `number`. A run is joined over segments only
-/// where neighbours share a channel, that is where there is but one.
+/// Whether all of `run` lies in segments of channel `number`, of several. A run is joined over
+/// segments only where neighbours share a channel, that is where there is but one.
 fn belongs(block: usize, run: PageRun, number: usize, channels: usize) -> bool {
     let last = PageIndex(run.end().0 - 1);
-    channels == 1
-        || (channel_of(block, run.start, channels) == number
-            && channel_of(block, last, channels) == number
-            && run.count.0 <= godwit_memory::SEGMENT_PAGES)
+    channel_of(block, run.start, channels) == number
+        && channel_of(block, last, channels) == number
+        && run.count.0 <= godwit_memory::SEGMENT_PAGES
 }
 
 #[cfg(test)]
@@ -165,6 +182,5 @@ mod tests {
         assert!(!belongs(0, PageRun::new(pages - 1, 2), 0, 2));
         assert!(!belongs(0, PageRun::new(0, 2 * pages + 1), 0, 2));
         assert!(belongs(1, PageRun::new(0, 1), 1, 2));
-        assert!(belongs(0, PageRun::new(pages - 1, 2), 0, 1));
     }
 }

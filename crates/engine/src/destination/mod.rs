@@ -12,6 +12,7 @@
 mod arriving;
 mod barriers;
 mod channel;
+mod claims;
 mod disk;
 mod door;
 mod dump;

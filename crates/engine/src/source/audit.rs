@@ -19,7 +19,7 @@ use godwit_balloon::FreeHints;
 use godwit_codec::is_zero;
 use godwit_disk::{Content, DiskReader};
 use godwit_fingerprints::{Fingerprint, Key};
-use godwit_memory::{RamBlock, Segment, channel_of};
+use godwit_memory::{RamBlock, Segment};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex};
 
 use super::history::{Sent, SentOf};
@@ -166,10 +166,11 @@ impl Auditor<'_> {
         Place { block, disk, offset: PageIndex(page).offset() }
     }
 
-    /// Each disk has a channel behind those of memory.
-    fn channel(&self, number: usize, page: u64) -> usize {
+    /// The channel that a page of block or disk `number` was `sent` over. Each disk has one behind
+    /// those of memory.
+    fn channel(&self, number: usize, sent: &Sent) -> usize {
         match number.checked_sub(self.ram.len()) {
-            None => channel_of(number, PageIndex(page), self.channels),
+            None => sent.channel,
             Some(disk) => self.channels + disk,
         }
     }
@@ -183,10 +184,10 @@ impl Auditor<'_> {
         let part = all[number];
         let block = part.segment.block;
         let place = self.place(block, page);
-        let channel = self.channel(block, page);
         let sent: Vec<Sent> =
             part.history.into_iter().flat_map(|history| history.of(page)).copied().collect();
         let last = sent.first().map(|sent| sent.round);
+        let channel = sent.first().map(|sent| self.channel(block, sent));
         if let Some(older) = sent.iter().skip(1).find(|sent| sent.print == there) {
             return Difference::Older { place, held: older.round, last, channel };
         }
@@ -218,7 +219,7 @@ impl Auditor<'_> {
         let last = history.of(page).next();
         let (sent, reported) = (last.map(|sent| sent.round), history.last_report(page));
         let unchanged = history.last_unchanged(page);
-        let channel = self.channel(block, page);
+        let channel = last.map(|sent| self.channel(block, sent));
         Some(match last {
             Some(Sent { free: true, round, .. }) => {
                 Difference::BelievedFree { place, left_out: *round, reported }
@@ -247,8 +248,9 @@ impl Auditor<'_> {
             history.sent.iter().for_each(|sent| by_page.entry(sent.page).or_default().push(sent));
             for (page, versions) in by_page {
                 let page = PageIndex(history.first + u64::from(page));
-                let channel = self.channel(block, page.0);
-                for Sent { round, frame, at, print, free, .. } in versions {
+                for sent in versions {
+                    let Sent { round, frame, at, print, free, .. } = sent;
+                    let channel = self.channel(block, sent);
                     let what = match (*free, *print == self.key.zero()) {
                         (true, _) => "free",
                         (false, true) => "zero",
@@ -281,6 +283,7 @@ mod tests {
         let run = PageRun::new(0, 16);
         let segment = Segment { block: 0, run };
         let mut history = History::new(segment, Instant::now());
+        history.goes_over(3);
         let (page, print) = (PageRun::new(5, 1), key.page(&[1; 4096]));
         history.reported(run, 0);
         history.sent(page, print, (0, 1), false);
@@ -296,7 +299,7 @@ mod tests {
         let found = missed(&[1]);
         let place = Place { block: "ram".to_owned(), disk: false, offset: 5 << 12 };
         let (reported, sent) = (Some(3), Some(0));
-        assert_eq!(found, Difference::NotSent { place, reported, sent, channel: 0 });
+        assert_eq!(found, Difference::NotSent { place, reported, sent, channel: Some(3) });
     }
 
     #[test]
@@ -304,7 +307,7 @@ mod tests {
         // Cause: a device wrote behind the tracker into a page that was reported before, and was as
         // it was sent when it was read: it was called left out by the engine.
         let found = missed(&[3]);
-        let told = "not reported as written since it was sent in round 0 over channel 0, and was \
+        let told = "not reported as written since it was sent in round 0 over channel 3, and was \
                     unchanged in round 3: the tracker missed it";
         assert!(found.to_string().ends_with(told), "{found}");
     }

@@ -1,8 +1,8 @@
-//! A data channel at the source: one thread that harvests, reads and sends the segments that belong
-//! to it.
+//! A data channel at the source: one thread that harvests, reads and sends segments: its own, and
+//! where the destination takes them over any channel, those that others have not come to yet.
 //!
-//! Invariant: a page's dirty bit is harvested before its bytes are read, and both happen in this
-//! one thread. So what is sent is never older than the harvest, and what is written later is found
+//! Invariant: a page's dirty bit is harvested before its bytes are read, and both happen in the one
+//! thread that deals with its segment in this round. So what is sent is never older than the harvest, and what is written later is found
 //! by the next one. In the last round nobody writes any more, and the bits are only read.
 //!
 //! What is harvested or put into a frame is remembered until the round is acknowledged. When the
@@ -28,6 +28,7 @@ use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
 use super::session::Event;
 use super::slips::Slips;
+use super::turns::Turns;
 use crate::EngineError;
 
 /// Pages read at once, at the most: 64 KiB, which are still in the core's own caches when they are
@@ -173,14 +174,16 @@ impl Owned {
         }
     }
 
-    /// Begins to deal with it in `round`. What was sent in an earlier one was acknowledged, or
-    /// taken back.
-    fn begin(&mut self, round: u32) {
+    /// Its turn has come in `round`, on `channel`. What was sent in an earlier one, perhaps over
+    /// another channel, was acknowledged, or taken back.
+    fn comes_to(&mut self, channel: usize, round: u32) {
         if self.round != round {
             self.unacknowledged.clear_all();
-            self.round = round;
+            (self.round, self.last_frame) = (round, 0);
         }
-        self.last_frame = UNDER_WAY;
+        if let Some(history) = &mut self.history {
+            history.goes_over(channel);
+        }
     }
 
     /// Remembers that `run` of its block is dealt with.
@@ -219,8 +222,12 @@ impl Owned {
 pub(super) struct Channel {
     sender: FrameSender,
     shared: Shared,
+    /// Its number, and what it and the others have yet to come to in a round.
+    number: usize,
+    turns: Arc<Turns<Owned>>,
+    /// Its own, in the order of their numbers: those that it has dealt with in this round.
     segments: Vec<Owned>,
-    /// The segment to begin with: where the last pass was cut short.
+    /// The number of the segment to begin with: where the last pass was cut short.
     first: usize,
     dirty: Vec<PageRun>,
     /// Where data was seen to be in this round, and in which block.
@@ -232,21 +239,17 @@ pub(super) struct Channel {
 }
 
 impl Channel {
+    /// Channel `number`, to begin with these `segments`, in the order of their numbers.
     pub(super) fn new(
         sender: FrameSender,
-        shared: Shared,
-        segments: impl Iterator<Item = (usize, Segment)>,
-        direct_io: bool,
+        (shared, turns): (Shared, &Arc<Turns<Owned>>),
+        number: usize,
+        segments: Vec<Owned>,
     ) -> Self {
-        let owned = |(number, segment)| Owned::new(number, segment, &shared, direct_io);
-        let segments = segments.map(owned).collect();
-        Self::with(sender, shared, segments)
-    }
-
-    /// One for segments that other channels had.
-    pub(super) fn with(sender: FrameSender, shared: Shared, segments: Vec<Owned>) -> Self {
         Self {
             sender,
+            number,
+            turns: Arc::clone(turns),
             segments,
             first: 0,
             shared,
@@ -306,10 +309,7 @@ impl Channel {
         self.hint = DataHint::default();
         (self.round, self.last) = (order.round, order.last);
         self.sender.begin();
-        let mut segments = std::mem::take(&mut self.segments);
-        let result = self.segments(&mut segments, order);
-        self.segments = segments;
-        result?;
+        self.segments(order)?;
         self.sender.flush()?;
         self.sender.barrier(order.round, order.last)?;
         if order.last {
@@ -342,36 +342,73 @@ impl Channel {
 
     /// Deals with all segments but those that are to be left for later; at the end of the round
     /// with those that no longer are. A pass that disks cut short goes on where it was cut.
-    fn segments(&mut self, segments: &mut [Owned], order: Order) -> Result<(), EngineError> {
-        let (table, link_share) =
-            (Arc::clone(&self.shared.table), Arc::clone(&self.shared.link_share));
+    fn segments(&mut self, order: Order) -> Result<(), EngineError> {
+        let mut own = std::mem::take(&mut self.segments);
         if order.leave {
-            return segments.iter_mut().try_for_each(|owned| self.leave(owned));
+            let result = own.iter_mut().try_for_each(|owned| self.leave(owned));
+            self.segments = own;
+            return result;
         }
         let first = std::mem::take(&mut self.first);
+        let at = own.partition_point(|owned| owned.number < first);
+        own.rotate_left(at);
+        self.turns.add(self.number, own);
         let mut left = Vec::new();
-        for at in (first..segments.len()).chain(0..first) {
+        let mut result = self.pass(order, &mut left);
+        let rest = self.turns.take_back(self.number);
+        if let Some(next) = rest.front() {
+            self.first = next.number;
+        } else if result.is_ok() {
+            result = self.deal_with(&mut left, order);
+        }
+        self.segments.extend(left.into_iter().chain(rest));
+        self.segments.sort_unstable_by_key(Owned::number);
+        result
+    }
+
+    /// Deals with whatever comes to its turn; what is to be left for later goes to `left`.
+    fn pass(&mut self, order: Order, left: &mut Vec<Owned>) -> Result<(), EngineError> {
+        let (table, link_share) =
+            (Arc::clone(&self.shared.table), Arc::clone(&self.shared.link_share));
+        let mut last = 0;
+        while let Some(mut owned) = self.turns.next(self.number) {
             if !order.last && !link_share.opens(|| table.hurries()) {
-                self.first = at;
-                return Ok(());
+                self.turns.put_back(self.number, owned);
+                break;
             }
-            if at == 0 {
+            let Owned { number, segment, named, .. } = owned;
+            // What is known of where data is, is of what lies ahead.
+            if std::mem::replace(&mut last, number) > number {
                 self.hint = DataHint::default();
             }
-            let Owned { number, segment, named, .. } = segments[at];
+            owned.comes_to(self.number, order.round);
             // Nothing is gained by leaving for later what is not there and was not named yet.
-            if !order.last
-                && table.passes_by(number)
-                && (named || !table.is_unsent(number) || !self.is_hole(segment)?)
-            {
-                left.push(at);
-            } else {
-                self.segment(&mut segments[at], order)?;
-            }
+            let passes_by = !order.last && table.passes_by(number);
+            let leave = match passes_by && !named && table.is_unsent(number) {
+                true => self.is_hole(segment).map(|is_hole| !is_hole),
+                false => Ok(passes_by),
+            };
+            let dealt_with = match leave {
+                Ok(true) => {
+                    left.push(owned);
+                    continue;
+                }
+                Ok(false) => self.segment(&mut owned, order),
+                Err(error) => Err(error),
+            };
+            self.segments.push(owned);
+            dealt_with?;
         }
-        for at in left {
-            if !table.passes_by(segments[at].number) && link_share.opens(|| table.hurries()) {
-                self.segment(&mut segments[at], order)?;
+        Ok(())
+    }
+
+    /// Deals with those of `left` that are to be left for later no longer.
+    fn deal_with(&mut self, left: &mut [Owned], order: Order) -> Result<(), EngineError> {
+        let (table, link_share) =
+            (Arc::clone(&self.shared.table), Arc::clone(&self.shared.link_share));
+        for owned in left {
+            if !table.passes_by(owned.number) && link_share.opens(|| table.hurries()) {
+                self.segment(owned, order)?;
             }
         }
         Ok(())
@@ -410,7 +447,7 @@ impl Channel {
 
     fn segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
         let before = self.sender.statistics();
-        owned.begin(order.round);
+        owned.last_frame = UNDER_WAY;
         self.copy_segment(owned, order)?;
         owned.last_frame = self.sender.last_frame();
         self.sender.pace();

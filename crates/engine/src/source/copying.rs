@@ -32,10 +32,11 @@ use super::meter::{Part, Totals};
 use super::outage::Outage;
 use super::post_copy::with_post_copy;
 use super::segment_table::{ARMING, SegmentTable};
-use super::session::Event;
+use super::session::{Event, Session};
 use super::setup::Setup;
 use super::slips::Slips;
 use super::state_relay::StateRelay;
+use super::turns::Turns;
 use super::verification::{self, Cost};
 use super::{Verify, look_back};
 use crate::address::Stream;
@@ -78,6 +79,8 @@ pub(super) struct Copying {
     /// What the device state will come through, where the destination was asked to get ready and
     /// not heard to be.
     state: Option<Box<dyn Read + Send>>,
+    /// Whether a segment may go over any channel.
+    any_channel: bool,
     /// Connections that are lost.
     lost: Option<Lost>,
 }
@@ -143,15 +146,19 @@ impl Copying {
             left: Arc::clone(&left),
             slips: Slips::new(source.session.made_up()),
         };
-        for (number, stream) in streams.into_iter().enumerate() {
-            let shared = shared.clone();
-            let count = usize::from(options.channels);
-            let own = segments.segments().filter(|(_, segment)| segment.channel(count) == number);
-            let all = segments.segments().count();
-            lanes.add_memory(stream, all, source.session.for_memory(), |sender| {
-                Channel::new(sender, shared, own, direct_io)
-            })?;
-        }
+        let any_channel = common.features.contains(Feature::AnyChannel);
+        let owned = |(number, segment)| Owned::new(number, segment, &shared, direct_io);
+        let owned: Vec<Owned> = segments.segments().map(owned).collect();
+        let lost = match restarted {
+            true => {
+                let disks_are_told = common.features.contains(Feature::DiskPrints);
+                Some(Lost::restarted(options.reconnect, owned, (shared, disks_are_told)))
+            }
+            false => {
+                add_channels(&mut lanes, streams, &source.session, (shared, any_channel), owned)?;
+                None
+            }
+        };
         source.meter.set_up(&source.ram, tracking);
         let cost = Cost::new(options.verify != Verify::No && !proves);
         let parts = (&segments, &tracker);
@@ -182,11 +189,8 @@ impl Copying {
             round,
             under_way: None,
             state: None,
-            lost: restarted.then(|| {
-                let disks_are_told = common.features.contains(Feature::DiskPrints);
-                let parts = (shared, direct_io, disks_are_told);
-                Lost::restarted(options.reconnect, parts)
-            }),
+            any_channel,
+            lost,
         })
     }
 
@@ -631,6 +635,30 @@ impl RoundMeasures {
         self.raw += statistics.raw;
         self.hinted += statistics.hinted;
     }
+}
+
+/// Adds channels of memory over `streams`, for these `segments`, in the order of their numbers.
+/// Each begins with those that are its own, however they were shared before.
+fn add_channels(
+    lanes: &mut Lanes,
+    streams: Vec<(Stream, Stream)>,
+    session: &Session,
+    (shared, any_channel): (Shared, bool),
+    segments: Vec<Owned>,
+) -> Result<(), EngineError> {
+    let (channels, all) = (streams.len(), segments.len());
+    let turns = Arc::new(Turns::new(channels, any_channel));
+    let mut parts: Vec<Vec<Owned>> = (0..channels).map(|_| Vec::new()).collect();
+    for owned in segments {
+        parts[owned.segment().channel(channels)].push(owned);
+    }
+    for (number, (stream, own)) in streams.into_iter().zip(parts).enumerate() {
+        let shared = (shared.clone(), &turns);
+        lanes.add_memory(stream, all, session.for_memory(), |sender| {
+            Channel::new(sender, shared, number, own)
+        })?;
+    }
+    Ok(())
 }
 
 /// Waits until direct I/O that is in flight has landed.

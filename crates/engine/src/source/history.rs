@@ -15,6 +15,8 @@ pub(super) struct Sent {
     pub(super) page: u32,
     pub(super) round: u32,
     pub(super) frame: u64,
+    /// The channel it was sent over, of memory; a disk has one of its own.
+    pub(super) channel: usize,
     pub(super) at: Duration,
     pub(super) print: Fingerprint,
     /// It was named as zero because the guest said that it is free.
@@ -31,6 +33,8 @@ pub(super) struct History {
     /// The last round in which each page was read and held what was sent last, plus one; empty
     /// before there is one.
     unchanged: Vec<u32>,
+    /// The channel that it is sent over now.
+    channel: usize,
     pub(super) began: Instant,
 }
 
@@ -39,7 +43,12 @@ impl History {
     pub(super) fn new(segment: Segment, began: Instant) -> Self {
         let reported = vec![0; segment.run.count.0 as usize];
         let (sent, unchanged) = (Vec::new(), Vec::new());
-        Self { first: segment.run.start.0, sent, reported, unchanged, began }
+        Self { first: segment.run.start.0, sent, reported, unchanged, channel: 0, began }
+    }
+
+    /// From here on it is sent over this `channel`.
+    pub(super) fn goes_over(&mut self, channel: usize) {
+        self.channel = channel;
     }
 
     /// The tracker has reported `run` in `round`.
@@ -56,12 +65,13 @@ impl History {
         (round, frame): (u32, u64),
         free: bool,
     ) {
-        let at = self.began.elapsed();
+        let (at, channel) = (self.began.elapsed(), self.channel);
         let pages = run.start.0 - self.first..run.end().0 - self.first;
         self.sent.extend(pages.map(|page| Sent {
             page: page as u32,
             round,
             frame,
+            channel,
             at,
             print,
             free,

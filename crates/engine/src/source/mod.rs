@@ -50,6 +50,7 @@ mod switchover;
 mod thread_clock;
 mod to_serve;
 mod trial;
+mod turns;
 mod verification;
 
 use std::path::PathBuf;

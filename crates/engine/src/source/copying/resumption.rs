@@ -2,8 +2,8 @@
 //!
 //! Invariants: while they are lost nothing holds the guest back, and its writes are tracked.
 //! Channels have ended before the destination is asked what it has placed; what it has not is owed
-//! to it again before any channel sends. Segments change hands only then, so there may be another
-//! number of channels.
+//! to it again before any channel sends. No segment is in a channel's hands then, so there may be
+//! another number of channels.
 
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
@@ -13,12 +13,12 @@ use godwit_protocol::source::Input;
 use godwit_units::PageCount;
 use godwit_wire::Message;
 
-use super::super::channel::{Channel, Owned, Shared};
+use super::super::channel::{Owned, Shared};
 use super::super::lanes::Ended;
 use super::super::outage::Outage;
 use super::super::session::Event;
 use super::super::{PEER, Source};
-use super::Copying;
+use super::{Copying, add_channels};
 use crate::address::Stream;
 use crate::disk_prints::Held;
 use crate::report::{RoundMeasures, Stage};
@@ -50,13 +50,13 @@ impl Lost {
     /// what was sent, so all of memory and of the disks is to be looked at.
     pub(super) fn restarted(
         limit: Duration,
-        (shared, direct_io, disks_are_told): (Shared, bool, bool),
+        segments: Vec<Owned>,
+        (shared, disks_are_told): (Shared, bool),
     ) -> Self {
-        let owned = |(number, segment)| Owned::new(number, segment, &shared, direct_io);
         Self {
             outage: Outage::new(EngineError::Killed, limit),
             ended: Ended::default(),
-            segments: shared.table.segments().map(owned).collect(),
+            segments,
             shared: Some(shared),
             again: PageCount::ZERO,
             in_round: None,
@@ -247,17 +247,8 @@ impl Copying {
         };
         self.lanes.reopen(streams.len());
         let disk_streams = streams.split_off(channels);
-        let all = segments.len();
-        let mut parts: Vec<Vec<Owned>> = (0..channels).map(|_| Vec::new()).collect();
-        for owned in segments.drain(..) {
-            parts[owned.segment().channel(channels)].push(owned);
-        }
-        for (stream, part) in streams.into_iter().zip(parts) {
-            let shared = shared.clone();
-            self.lanes.add_memory(stream, all, source.session.for_memory(), |sender| {
-                Channel::with(sender, shared, part)
-            })?;
-        }
+        let (session, parts) = (&source.session, (shared.clone(), self.any_channel));
+        add_channels(&mut self.lanes, streams, session, parts, std::mem::take(segments))?;
         if std::mem::take(new_disks) {
             let session = (&shared.table, &source.session);
             let held = std::mem::take(held);

@@ -1,0 +1,108 @@
+//! Which channel a segment goes over, seen by a destination that is made up here, byte by byte: one
+//! of its channels is not read until all that comes over the other one has come.
+#![allow(clippy::unwrap_used)]
+
+mod machine;
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::time::Duration;
+
+use godwit_engine::handle::MigrationHandle;
+use godwit_engine::source::{Options, migrate};
+use godwit_engine::vm::SourceVm;
+use godwit_units::PageIndex;
+use godwit_wire::{
+    Feature, Features, FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message,
+    PageFrame, Role,
+};
+
+use machine::{SIZES, Source, options};
+
+/// Segments, by block and number, of which something came.
+type Segments = BTreeMap<(u32, u64), u64>;
+
+fn frame(stream: &mut TcpStream) -> (FrameHeader, Vec<u8>) {
+    let mut bytes = [0; HEADER_LEN];
+    stream.read_exact(&mut bytes).unwrap();
+    let header = FrameHeader::decode(&bytes).unwrap();
+    let mut payload = vec![0; header.length];
+    stream.read_exact(&mut payload).unwrap();
+    (header, payload)
+}
+
+/// How many pages of each segment come over `stream` up to its first barrier.
+fn first_round(stream: &mut TcpStream) -> Segments {
+    let mut came = Segments::new();
+    loop {
+        let (header, payload) = frame(stream);
+        if header.kind == FrameKind::Barrier {
+            return came;
+        }
+        let frame = PageFrame::decode(&header, &payload).unwrap();
+        for (run, _) in frame.runs(frame.data) {
+            let segment = (frame.block, run.run.start.0 / 4096);
+            *came.entry(segment).or_default() += run.run.count.0;
+        }
+    }
+}
+
+/// What comes in the first round over channel 0, and then over channel 1, of a destination that
+/// accepts such of the `features` offered.
+fn over_each(features: impl FnOnce(Features) -> Features + Send + 'static) -> [Segments; 2] {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = listener.local_addr().unwrap().to_string().parse().unwrap();
+    let receiving = std::thread::spawn(move || {
+        let next = || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+            let mut bytes = [0; GREETING_LEN];
+            stream.read_exact(&mut bytes).unwrap();
+            (Greeting::decode(&bytes).unwrap(), stream)
+        };
+        let (greeting, mut control) = next();
+        control.write_all(&greeting.encode()).unwrap();
+        let (header, payload) = frame(&mut control);
+        let Message::Offer(offer) = Message::decode(&header, &payload).unwrap() else {
+            panic!("no offer")
+        };
+        let features = features(offer.features);
+        control.write_all(&Message::Accept { codecs: 0, features }.encode()).unwrap();
+        let mut channels = [next(), next()];
+        channels.sort_by_key(|(greeting, _)| greeting.role != Role::Channel(0));
+        let came = channels.each_mut().map(|(_, stream)| first_round(stream));
+        let enough =
+            Message::Abort { code: godwit_wire::AbortCode::Cancelled, text: String::new() };
+        control.write_all(&enough.encode()).unwrap();
+        while control.read(&mut [0; 4096]).is_ok_and(|read| read > 0) {}
+        came
+    });
+    let mut source = Source::start(Duration::ZERO, Vec::new());
+    for (block, pages) in source.ram().iter().zip(SIZES) {
+        (0..pages).for_each(|page| block.write(PageIndex(page), &[7; 4096]).unwrap());
+    }
+    let options = Options { to, ..options(2, false) };
+    migrate(&mut source, &options, &MigrationHandle::default(), &mut |_| {}).unwrap_err();
+    receiving.join().unwrap()
+}
+
+#[test]
+fn a_channel_that_has_no_more_of_its_own_takes_a_segment_of_one_that_waits() {
+    // Mutation: no channel takes what others have. Then `(1, 0)` comes over its own, channel 1,
+    // which is stuck with the segment before it: that is more than a connection holds by itself.
+    let [first, second] = over_each(|offered| {
+        assert!(offered.contains(Feature::AnyChannel));
+        offered
+    });
+    assert_eq!(first, Segments::from([((0, 0), 4096), ((1, 0), SIZES[1])]));
+    assert_eq!(second, Segments::from([((0, 1), SIZES[0] - 4096)]));
+}
+
+#[test]
+fn each_segment_goes_over_its_own_channel_to_a_destination_that_knows_no_other_way() {
+    // Mutation: what the destination accepts is not looked at.
+    let [first, second] = over_each(|offered| offered.without(Feature::AnyChannel));
+    assert_eq!(first, Segments::from([((0, 0), 4096)]));
+    assert_eq!(second, Segments::from([((0, 1), SIZES[0] - 4096), ((1, 0), SIZES[1])]));
+}
