@@ -106,7 +106,8 @@ pub(crate) struct Arguments {
     #[arg(conflicts_with_all = ["verify", "audit"])]
     postcopy_safe: Option<PathBuf>,
 
-    /// Connections that carry pages, 1 to 16; auto: as many as there are processors, 2 to 8
+    /// Connections that carry pages, 1 to 16; auto: as many as there are processors, 2 to 8, and 8
+    /// over a round trip of 5 ms or more
     #[arg(long, value_name = "N", default_value = "auto", value_parser = channels)]
     channels: Channels,
 
@@ -203,7 +204,7 @@ pub(crate) struct Arguments {
     hooks: crate::hooks::Migrate,
 }
 
-/// How many; `None`: as there are processors.
+/// How many; `None`: what suits the processors and the way.
 type Channels = Option<u8>;
 
 fn channels(text: &str) -> Result<Channels, String> {
@@ -305,7 +306,10 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     options.audit = arguments.audit;
     // The VMM of a microvm, which writes it, may be in another directory.
     options.trace = arguments.trace.as_ref().map(|path| absolute(path));
-    options.channels = arguments.channels.unwrap_or_else(channels_that_fit);
+    (options.channels, options.channels_afar) = match arguments.channels {
+        Some(channels) => (channels, 0),
+        None => (channels_that_fit(), options.channels_afar),
+    };
     options.fingerprints = arguments.fingerprints;
     options.keep_source = arguments.keep_source;
     options.reconnect = arguments.reconnect;

@@ -140,6 +140,9 @@ pub struct MigrateRequest {
     pub verify_arrival: bool,
     /// Data channels.
     pub channels: u8,
+    /// Data channels to a destination that is far away, if that is more.
+    #[serde(default = "eight", skip_serializing_if = "is_eight")]
+    pub channels_afar: u8,
     /// Remember what was sent.
     #[serde(default = "yes")]
     pub fingerprints: bool,
@@ -211,6 +214,14 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
+fn eight() -> u8 {
+    8
+}
+
+fn is_eight(channels: &u8) -> bool {
+    *channels == 8
+}
+
 fn yes() -> bool {
     true
 }
@@ -232,6 +243,7 @@ impl MigrateRequest {
             verify_stopped: options.verify == Verify::Stopped,
             verify_arrival: options.verify == Verify::Arrival,
             channels: options.channels,
+            channels_afar: options.channels_afar,
             fingerprints: options.fingerprints,
             keep_source: options.keep_source,
             audit: options.audit,
@@ -269,6 +281,9 @@ impl MigrateRequest {
         if self.channels == 0 || self.channels > 16 {
             return Err(format!("{} channels do not do: use 1 to 16", self.channels));
         }
+        if self.channels_afar > 16 {
+            return Err(format!("{} channels afar do not do: use 0 to 16", self.channels_afar));
+        }
         let security = self.security.source(&to).map_err(|error| error.to_string())?;
         let mut options = Options { security, ..Options::new(to) };
         options.confined = !self.unconfined;
@@ -279,7 +294,7 @@ impl MigrateRequest {
             (true, false, false) => Verify::Live,
         };
         (options.audit, options.trace) = (self.audit, self.trace.clone());
-        options.channels = self.channels;
+        (options.channels, options.channels_afar) = (self.channels, self.channels_afar);
         options.fingerprints = self.fingerprints;
         options.keep_source = self.keep_source;
         options.reconnect = Duration::from_millis(self.reconnect_ms);
@@ -765,6 +780,7 @@ mod tests {
             security: Security::Insecure,
             verify: Verify::Live,
             channels: 3,
+            channels_afar: 5,
             fingerprints: false,
             keep_source: true,
             reconnect: Duration::from_secs(7),
@@ -793,6 +809,8 @@ mod tests {
         }
         let wrong = MigrateRequest { channels: 0, disk_granularity: Some(5), ..request };
         assert!(wrong.options().unwrap_err().contains("use 1 to 16"));
+        let wrong = MigrateRequest { channels: 1, channels_afar: 17, ..wrong };
+        assert!(wrong.options().unwrap_err().contains("use 0 to 16"));
         assert!(wrong.disks().unwrap_err().contains("power of two"));
         // Of a command that knows no disks.
         let line = r#"{"command":"migrate","to":"[::1]:1","verify":false,"channels":1,

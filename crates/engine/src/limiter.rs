@@ -141,6 +141,11 @@ impl Limiter {
         self.stopped.store(false, Ordering::Relaxed);
     }
 
+    /// Whether all waits were ended.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
     /// Ends all waits.
     pub(crate) fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);

@@ -10,7 +10,7 @@ use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
 use godwit_engine::handle::MigrationHandle;
-use godwit_engine::source::{Options, migrate};
+use godwit_engine::source::{Fault, Options, migrate};
 use godwit_engine::vm::SourceVm;
 use godwit_units::PageIndex;
 use godwit_wire::{
@@ -19,6 +19,9 @@ use godwit_wire::{
 };
 
 use machine::{SIZES, Source, options};
+
+/// How long a slow channel takes for a frame.
+const SLOW: Duration = Duration::from_millis(100);
 
 /// Segments, by block and number, of which something came.
 type Segments = BTreeMap<(u32, u64), u64>;
@@ -32,14 +35,16 @@ fn frame(stream: &mut TcpStream) -> (FrameHeader, Vec<u8>) {
     (header, payload)
 }
 
-/// How many pages of each segment come over `stream` up to its first barrier.
-fn first_round(stream: &mut TcpStream) -> Segments {
+/// How many pages of each segment come over `stream` up to its first barrier, where each frame
+/// takes so long to be placed.
+fn first_round(stream: &mut TcpStream, slow: Duration) -> Segments {
     let mut came = Segments::new();
     loop {
         let (header, payload) = frame(stream);
         if header.kind == FrameKind::Barrier {
             return came;
         }
+        std::thread::sleep(slow);
         let frame = PageFrame::decode(&header, &payload).unwrap();
         for (run, _) in frame.runs(frame.data) {
             let segment = (frame.block, run.run.start.0 / 4096);
@@ -48,9 +53,13 @@ fn first_round(stream: &mut TcpStream) -> Segments {
     }
 }
 
-/// What comes in the first round over channel 0, and then over channel 1, of a destination that
-/// accepts such of the `features` offered.
-fn over_each(features: impl FnOnce(Features) -> Features + Send + 'static) -> [Segments; 2] {
+/// What comes in the first round over channel 0, and over channel 1, of a destination that accepts
+/// such of the `features` offered. Channel 1 is not read before all has come over channel 0, or is
+/// a slow one, where there is a `fault`.
+fn over_each(
+    features: impl FnOnce(Features) -> Features + Send + 'static,
+    fault: Option<Fault>,
+) -> [Segments; 2] {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = listener.local_addr().unwrap().to_string().parse().unwrap();
     let receiving = std::thread::spawn(move || {
@@ -71,7 +80,14 @@ fn over_each(features: impl FnOnce(Features) -> Features + Send + 'static) -> [S
         control.write_all(&Message::Accept { codecs: 0, features }.encode()).unwrap();
         let mut channels = [next(), next()];
         channels.sort_by_key(|(greeting, _)| greeting.role != Role::Channel(0));
-        let came = channels.each_mut().map(|(_, stream)| first_round(stream));
+        let [(_, one), (_, other)] = &mut channels;
+        let came = match fault {
+            None => [one, other].map(|stream| first_round(stream, Duration::ZERO)),
+            Some(_) => std::thread::scope(|scope| {
+                let other = scope.spawn(|| first_round(other, SLOW));
+                [first_round(one, Duration::ZERO), other.join().unwrap()]
+            }),
+        };
         let enough =
             Message::Abort { code: godwit_wire::AbortCode::Cancelled, text: String::new() };
         control.write_all(&enough.encode()).unwrap();
@@ -82,7 +98,7 @@ fn over_each(features: impl FnOnce(Features) -> Features + Send + 'static) -> [S
     for (block, pages) in source.ram().iter().zip(SIZES) {
         (0..pages).for_each(|page| block.write(PageIndex(page), &[7; 4096]).unwrap());
     }
-    let options = Options { to, ..options(2, false) };
+    let options = Options { to, fault, channels_afar: 0, ..options(2, false) };
     migrate(&mut source, &options, &MigrationHandle::default(), &mut |_| {}).unwrap_err();
     receiving.join().unwrap()
 }
@@ -91,10 +107,13 @@ fn over_each(features: impl FnOnce(Features) -> Features + Send + 'static) -> [S
 fn a_channel_that_has_no_more_of_its_own_takes_a_segment_of_one_that_waits() {
     // Mutation: no channel takes what others have. Then `(1, 0)` comes over its own, channel 1,
     // which is stuck with the segment before it: that is more than a connection holds by itself.
-    let [first, second] = over_each(|offered| {
-        assert!(offered.contains(Feature::AnyChannel));
-        offered
-    });
+    let [first, second] = over_each(
+        |offered| {
+            assert!(offered.contains(Feature::AnyChannel));
+            offered
+        },
+        None,
+    );
     assert_eq!(first, Segments::from([((0, 0), 4096), ((1, 0), SIZES[1])]));
     assert_eq!(second, Segments::from([((0, 1), SIZES[0] - 4096)]));
 }
@@ -102,7 +121,26 @@ fn a_channel_that_has_no_more_of_its_own_takes_a_segment_of_one_that_waits() {
 #[test]
 fn each_segment_goes_over_its_own_channel_to_a_destination_that_knows_no_other_way() {
     // Mutation: what the destination accepts is not looked at.
-    let [first, second] = over_each(|offered| offered.without(Feature::AnyChannel));
+    let [first, second] = over_each(|offered| offered.without(Feature::AnyChannel), None);
     assert_eq!(first, Segments::from([((0, 0), 4096)]));
     assert_eq!(second, Segments::from([((0, 1), SIZES[0] - 4096), ((1, 0), SIZES[1])]));
+}
+
+#[test]
+fn over_a_long_way_pages_of_a_segment_go_over_whichever_connection_takes_them() {
+    // Mutations: each channel puts its frames on its own connection; a channel ends its round when
+    // it has no more to do itself, though others use its connection.
+    let [first, second] = over_each(|offered| offered, Some(Fault::LongWay));
+    let mut all = first.clone();
+    second.iter().for_each(|(segment, pages)| *all.entry(*segment).or_default() += pages);
+    let whole = [((0, 0), 4096), ((0, 1), SIZES[0] - 4096), ((1, 0), SIZES[1])];
+    assert_eq!(all, Segments::from(whole), "each page once");
+    // Channel 1 has had its turn with the second one, and too few frames in which that fits.
+    assert!(first.contains_key(&(0, 1)) && second.contains_key(&(0, 1)), "{first:?} {second:?}");
+
+    // To a destination that knows no other way all go over their own, however long it is.
+    let without = |offered: Features| offered.without(Feature::AnyChannel);
+    let [first, second] = over_each(without, Some(Fault::LongWay));
+    assert_eq!(first, Segments::from([whole[0]]));
+    assert_eq!(second, Segments::from([whole[1], whole[2]]));
 }

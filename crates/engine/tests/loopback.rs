@@ -17,7 +17,7 @@ use godwit_engine::address::{Listener, Stream};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{self, Notice};
 use godwit_engine::handle::{MigrationHandle, Own};
-use godwit_engine::source::{Options, inquire, migrate};
+use godwit_engine::source::{Fault, Options, inquire, migrate};
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Failure, Phase, Survivor};
 use godwit_memory::RamBlock;
@@ -234,12 +234,14 @@ fn the_limit_that_a_switchover_goes_by_is_the_one_in_force() {
 
 #[test]
 fn an_old_page_never_lands_on_a_newer_one() {
-    // One channel is late with each frame, in all phases; the other is not.
-    for slow in 0..2 {
+    // One channel is late with each frame, in all phases; the other is not. Over a long way each
+    // puts its frames on whichever connection takes them.
+    for (slow, fault) in [(0, None), (1, None), (1, Some(Fault::LongWay))] {
         let slow_channel = Some((slow, LATE));
         let faults = destination::Faults { slow_channel, ..destination::Faults::default() };
-        let (result, _, found) = move_steered(&options(2, true), &faults, false, &some_rounds());
-        assert!(result.is_ok(), "channel {slow}: {result:?}");
+        let options = Options { channels_afar: 0, fault, ..options(2, true) };
+        let (result, _, found) = move_steered(&options, &faults, false, &some_rounds());
+        assert!(result.is_ok(), "channel {slow}, {fault:?}: {result:?}");
         assert_eq!(found.pages_first, Some(true));
     }
 }

@@ -17,7 +17,7 @@ use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, Faults, Notice};
 use godwit_engine::handle::{MigrationHandle, Own};
 use godwit_engine::report::{Measures, Progress, Stage};
-use godwit_engine::source::{self, migrate};
+use godwit_engine::source::{self, Fault, migrate};
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor};
 use godwit_memory::RamBlock;
 use godwit_policy::{Settings, ThrottleMode};
@@ -214,6 +214,21 @@ fn what_was_written_before_it_rested_is_not_lost_in_a_later_round() {
         let mut this = Move::new(Duration::from_millis(800), 30, Vec::new());
         let (_, cuts) = this.arrives(&[(at * MIB, OUTAGE)]);
         assert_eq!(cuts, 1, "at {at} MiB");
+    }
+}
+
+#[test]
+fn what_went_over_shared_connections_is_taken_back_from_all_of_them() {
+    // Mutations: of a segment only the frames of its own channel count, or only the last one; a
+    // round ends before all channels are done with it.
+    for (at, busy) in [(9, 800), (33, 800), (45, 60_000)] {
+        let mut this = Move::new(Duration::from_millis(busy), 30, Vec::new());
+        this.options.channels = 4;
+        this.options.fault = Some(Fault::LongWay);
+        let (measures, cuts) = this.arrives(&[(at * MIB, OUTAGE)]);
+        assert_eq!((cuts, measures.resumptions), (1, 1), "at {at} MiB");
+        // More would do where the way is long.
+        assert_eq!(measures.channels, 8);
     }
 }
 

@@ -1,7 +1,6 @@
 //! Segments: the pieces in which memory is harvested, sent and assigned to channels.
 //!
-//! In one round a segment goes over one channel, so versions of a page can never overtake each
-//! other. Both sides compute the same segments from the sizes of the RAM blocks.
+//! Both sides compute the same segments from the sizes of the RAM blocks.
 
 use godwit_units::{PageCount, PageIndex, PageRun};
 

@@ -146,7 +146,7 @@ pub enum Feature {
     /// What a guest lacks is copied to a third place before it runs at the destination, which has
     /// seen that it has the same storage: one that has not, and could await pages, refuses.
     PostCopySafe = 7,
-    /// A segment may come over any channel, though only over one in each round.
+    /// Pages may come over any channel: in each round all of a segment over one, or each once.
     AnyChannel = 8,
 }
 

@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -101,6 +102,18 @@ impl Stream {
             self.socket.set_tcp_user_timeout(Some(limits::PLACE))?;
         }
         self.set_write_limit(limits::PLACE)
+    }
+
+    /// Takes more to send only while no more than so many `bytes` wait to be sent for the first
+    /// time (`TCP_NOTSENT_LOWAT`, tcp(7)).
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub(crate) fn keep_little_unsent(&self, bytes: u32) -> io::Result<()> {
+        if matches!(self.socket.domain()?, Domain::IPV4 | Domain::IPV6) {
+            self.socket.set_tcp_notsent_lowat(bytes)?;
+        }
+        Ok(())
     }
 
     /// Limits the time of one write without progress.
@@ -239,6 +252,12 @@ impl Stream {
             let _ = session.finish(&self.socket);
         }
         let _ = self.socket.shutdown(Shutdown::Write);
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 }
 

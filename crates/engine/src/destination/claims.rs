@@ -1,44 +1,61 @@
-//! Which channel a segment comes over in a round, where it may come over any.
+//! Which channel pages come over in a round, where they may come over any.
 //!
-//! Invariant: in one round it is one channel, whatever the source does. Channels count rounds by
-//! the barriers that came over them, which end each round on every one of them.
+//! Invariant: in one round a page comes over one channel, whatever the source does: either all of
+//! its segment does, in order, or each page of that comes once. Channels count rounds by the
+//! barriers that came over them, which end each round on every one of them.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
+use godwit_bitmap::DirtyBitmap;
 use godwit_memory::SEGMENT_PAGES;
 use godwit_units::{PageCount, PageRun};
 
-/// Nothing of the segment has come yet.
-const NEVER: u64 = u64::MAX;
+/// What came of a segment.
+#[derive(Debug, Default)]
+struct Claim {
+    round: u32,
+    /// Over which channel anything of it came first in that round.
+    channel: usize,
+    /// Something of it came over another one, too.
+    shared: bool,
+    /// The pages that came in that round; none before anything has come.
+    came: Option<DirtyBitmap>,
+}
 
-/// By the source's numbers of blocks, and segment: the round in which something of it came last,
-/// and below that, in 8 bits, the channel.
+/// What came of each segment, by the source's numbers of blocks. Of those of which something came,
+/// a bit for each page is kept.
 #[derive(Debug)]
-pub(super) struct Claims(Vec<Vec<AtomicU64>>);
+pub(super) struct Claims(Vec<Vec<Mutex<Claim>>>);
 
 impl Claims {
     /// For RAM blocks of these sizes.
     pub(super) fn new(sizes: impl Iterator<Item = PageCount>) -> Self {
         let segments = |pages: PageCount| pages.0.div_ceil(SEGMENT_PAGES);
-        Self(sizes.map(|pages| (0..segments(pages)).map(|_| NEVER.into()).collect()).collect())
+        Self(sizes.map(|pages| (0..segments(pages)).map(|_| Mutex::default()).collect()).collect())
     }
 
     /// Whether `run`, of a block, may come over `channel` in its round number `round`: it lies in
-    /// one segment, and nothing of that has come over another channel in this round. From here on
-    /// nothing may.
+    /// one segment, and what came of that in this round came over the same channel, or was none of
+    /// these pages. From here on they have come.
     pub(super) fn claim(&self, (block, run): (usize, PageRun), channel: usize, round: u32) -> bool {
-        let Some(last) = run.end().0.checked_sub(1) else { return false };
-        let segment = run.start.0 / SEGMENT_PAGES;
-        let claim = self.0.get(block).and_then(|block| block.get(segment as usize));
-        let Some(claim) = claim.filter(|_| last / SEGMENT_PAGES == segment) else { return false };
-        let wanted = u64::from(round) << 8 | channel as u64;
-        let taken = |held: u64| held != NEVER && held >> 8 == u64::from(round);
-        let held = claim.load(Ordering::Relaxed);
-        if held == wanted {
-            return true;
+        let number = run.start.0 / SEGMENT_PAGES;
+        let claim = self.0.get(block).and_then(|block| block.get(number as usize));
+        let run = PageRun::new(run.start.0 % SEGMENT_PAGES, run.count.0);
+        let Some(claim) = claim.filter(|_| run.end().0 <= SEGMENT_PAGES) else { return false };
+        let mut claim = claim.lock().unwrap_or_else(PoisonError::into_inner);
+        let Claim { round: last, channel: first, shared, came } = &mut *claim;
+        let anew = came.is_none() || *last != round;
+        let came = came.get_or_insert_with(|| DirtyBitmap::new(PageCount(SEGMENT_PAGES)));
+        if anew {
+            (*last, *first, *shared) = (round, channel, false);
+            came.clear_all();
         }
-        // Of two channels that claim it at once one sees what the other has put there.
-        !taken(held) && !taken(claim.swap(wanted, Ordering::Relaxed))
+        *shared |= *first != channel;
+        if *shared && came.count_in(run) > PageCount::ZERO {
+            return false;
+        }
+        came.set(run);
+        true
     }
 }
 
@@ -50,37 +67,41 @@ mod tests {
         PageRun::new(start, count)
     }
 
+    fn claims(pages: u64) -> Claims {
+        Claims::new([PageCount(pages), PageCount(1)].into_iter())
+    }
+
     #[test]
-    fn a_segment_comes_over_one_channel_in_a_round_and_over_any_in_the_next() {
-        let claims = Claims::new([PageCount(2 * SEGMENT_PAGES), PageCount(1)].into_iter());
+    fn a_page_comes_over_one_channel_in_a_round_and_over_any_in_the_next() {
+        let claims = claims(2 * SEGMENT_PAGES);
         assert!(claims.claim((0, run(7, 2)), 1, 0));
-        assert!(claims.claim((0, run(3, 2)), 1, 0), "the same channel once more");
-        assert!(!claims.claim((0, run(900, 1)), 0, 0), "another one in the same round");
-        assert!(claims.claim((0, run(SEGMENT_PAGES, 1)), 0, 0), "another segment");
+        assert!(claims.claim((0, run(7, 1)), 1, 0), "the same channel once more");
+        assert!(!claims.claim((0, run(8, 2)), 0, 0), "another one in the same round");
+        assert!(claims.claim((0, run(SEGMENT_PAGES + 8, 1)), 0, 0), "another segment");
         assert!(claims.claim((1, run(0, 1)), 0, 0), "another block");
         assert!(claims.claim((0, run(7, 2)), 0, 1), "the next round");
-        assert!(!claims.claim((0, run(7, 2)), 1, 1));
+        assert!(!claims.claim((0, run(8, 1)), 1, 1));
+    }
+
+    #[test]
+    fn each_page_of_a_segment_that_comes_over_several_channels_comes_once() {
+        let claims = claims(SEGMENT_PAGES);
+        assert!(claims.claim((0, run(0, 4)), 0, 3));
+        assert!(claims.claim((0, run(4, 4)), 1, 3));
+        for (page, channel) in [(0, 0), (7, 1), (7, 0), (3, 2)] {
+            assert!(!claims.claim((0, run(page, 1)), channel, 3), "{page} over {channel}");
+        }
+        assert!(claims.claim((0, run(8, 4)), 2, 3));
+        // Over one channel they come in order, as often as may be.
+        assert!(claims.claim((0, run(0, 4)), 2, 4) && claims.claim((0, run(0, 4)), 2, 4));
     }
 
     #[test]
     fn what_lies_in_no_segment_or_in_two_comes_over_none() {
-        let claims = Claims::new([PageCount(2 * SEGMENT_PAGES)].into_iter());
+        let claims = claims(2 * SEGMENT_PAGES);
         let (over_the_end, behind) = (run(SEGMENT_PAGES - 1, 2), run(2 * SEGMENT_PAGES, 1));
-        for (block, run) in [(0, over_the_end), (0, behind), (1, run(0, 1)), (0, run(0, 0))] {
+        for (block, run) in [(0, over_the_end), (0, behind), (2, run(0, 1))] {
             assert!(!claims.claim((block, run), 0, 0), "{block} {run:?}");
-        }
-    }
-
-    #[test]
-    fn of_channels_that_claim_a_segment_at_once_one_gets_it() {
-        for round in 0..200 {
-            let claims = Claims::new([PageCount(1)].into_iter());
-            let claim = |channel| claims.claim((0, run(0, 1)), channel, round);
-            let got = std::thread::scope(|scope| {
-                let all = [0, 1, 2, 3].map(|channel| scope.spawn(move || claim(channel)));
-                all.map(|it| it.join().unwrap()).into_iter().filter(|got| *got).count()
-            });
-            assert_eq!(got, 1);
         }
     }
 }

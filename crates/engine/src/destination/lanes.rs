@@ -59,7 +59,7 @@ pub(super) struct Lanes {
     disks: Vec<Disk>,
     open_disks: usize,
     order: Arc<Vec<usize>>,
-    /// Whether a segment may come over any channel.
+    /// Whether pages may come over any channel.
     any_channel: bool,
     /// Where what is placed is marked, if it is to be read back, and who does so.
     placed_pages: Option<Arc<Placed>>,

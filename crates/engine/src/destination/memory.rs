@@ -1,8 +1,9 @@
 //! Guest memory as a place for pages.
 //!
-//! Invariant: in one round a segment's pages come over one channel only, which is checked: always
-//! over its own, or where both sides can over any ([`Claims`]). The source begins no round before
-//! all of the one before it is in place, so no older version of a page can land on a newer one.
+//! Invariant: a segment's pages come over its own channel only, or, where both sides can, over any:
+//! in one round all over one, or each once ([`Claims`]). That is checked. The source begins no round
+//! before all of the one before it is in place, so no older version of a page can land on a newer
+//! one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -23,8 +24,8 @@ pub(super) struct MemoryPlace {
     /// Of how many channels of memory which one this is.
     pub(super) number: usize,
     pub(super) channels: usize,
-    /// Where segments may come over any of them: which came over which. `None`: each comes over
-    /// its own.
+    /// Where pages may come over any of them: which came over which. `None`: each segment comes
+    /// over its own.
     pub(super) claims: Option<Arc<Claims>>,
     /// Rounds that have ended on this channel.
     pub(super) rounds: u32,

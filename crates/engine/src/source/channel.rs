@@ -22,7 +22,7 @@ use godwit_track::{AsOf, DirtyTracker};
 use godwit_units::{PageCount, PageIndex, PageRun};
 use godwit_wire::Content;
 
-use super::frame_sender::{FrameSender, RoundStatistics};
+use super::frame_sender::{Carried, FrameSender, RoundStatistics};
 use super::history::{History, SentOf};
 use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
@@ -73,9 +73,6 @@ pub(super) struct Shared {
     pub(super) slips: Slips,
 }
 
-/// No frame has this number: the segment is being dealt with.
-const UNDER_WAY: u64 = u64::MAX;
-
 /// A segment, and which of its pages the destination holds with other bytes than zero.
 pub(super) struct Owned {
     /// Its number on the segment table.
@@ -88,10 +85,11 @@ pub(super) struct Owned {
     /// With direct I/O: pages that were harvested in the last round, into which data may have
     /// landed since.
     recent: Option<DirtyBitmap>,
-    /// What was harvested or sent of it in `round`, and the last frame with any of that.
+    /// What was harvested or sent of it in `round`, and the last frames with any of that; `None`
+    /// while it is being dealt with.
     unacknowledged: DirtyBitmap,
     round: u32,
-    last_frame: u64,
+    carried: Option<Carried>,
     /// What was taken back, and is still to be sent again.
     owed: DirtyBitmap,
     /// When its pages were sent and reported, for an audit.
@@ -112,7 +110,7 @@ impl Owned {
             recent: direct_io.then(|| DirtyBitmap::new(pages)),
             unacknowledged: DirtyBitmap::new(pages),
             round: 0,
-            last_frame: 0,
+            carried: Some(Carried::new()),
             owed: DirtyBitmap::new(pages),
             history: shared.audit.as_ref().map(|(_, began)| History::new(segment, *began)),
         }
@@ -179,7 +177,7 @@ impl Owned {
     fn comes_to(&mut self, channel: usize, round: u32) {
         if self.round != round {
             self.unacknowledged.clear_all();
-            (self.round, self.last_frame) = (round, 0);
+            (self.round, self.carried) = (round, Some(Carried::new()));
         }
         if let Some(history) = &mut self.history {
             history.goes_over(channel);
@@ -192,11 +190,15 @@ impl Owned {
         self.unacknowledged.set(PageRun::new(run.start.0 - first, run.count.0));
     }
 
-    /// The destination has placed `placed` frames of the channel and will place no more: what may
+    /// The destination has `placed` so many frames of each channel and will place no more: what may
     /// be among the others is owed to it again, and nothing is known any more of what it holds.
     /// Returns how many pages of that had been read and sent.
-    fn take_back(&mut self, placed: u64, table: &SegmentTable) -> PageCount {
-        let lost = std::mem::take(&mut self.last_frame) > placed;
+    fn take_back(&mut self, placed: &[u64], table: &SegmentTable) -> PageCount {
+        let has_come = |(channel, frame): &(usize, u64)| {
+            *frame <= placed.get(*channel).copied().unwrap_or_default()
+        };
+        let carried = self.carried.replace(Carried::new());
+        let lost = !carried.is_some_and(|carried| carried.iter().all(has_come));
         let mut sent = PageCount::ZERO;
         if lost {
             let first = self.segment.run.start.0;
@@ -261,9 +263,9 @@ impl Channel {
         }
     }
 
-    /// Ends the channel, of which the destination has placed `placed` frames: its segments, with
+    /// Ends the channel. The destination has `placed` so many frames of each: its segments, with
     /// what has not arrived taken back, and how many pages of that had been read and sent.
-    pub(super) fn take_back(mut self, placed: u64) -> (Vec<Owned>, PageCount) {
+    pub(super) fn take_back(mut self, placed: &[u64]) -> (Vec<Owned>, PageCount) {
         let table = &self.shared.table;
         let sent = self.segments.iter_mut().map(|owned| owned.take_back(placed, table)).sum();
         (self.segments, sent)
@@ -311,6 +313,11 @@ impl Channel {
         self.sender.begin();
         self.segments(order)?;
         self.sender.flush()?;
+        // Others may have put something on this connection until now.
+        if self.sender.shares_connections() && !self.turns.all_are_done(|| self.sender.is_stopped())
+        {
+            return Err(EngineError::Interrupted);
+        }
         self.sender.barrier(order.round, order.last)?;
         if order.last {
             self.tell_digests();
@@ -447,9 +454,9 @@ impl Channel {
 
     fn segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
         let before = self.sender.statistics();
-        owned.last_frame = UNDER_WAY;
+        owned.carried = None;
         self.copy_segment(owned, order)?;
-        owned.last_frame = self.sender.last_frame();
+        owned.carried = Some(self.sender.carried()?);
         self.sender.pace();
         let after = self.sender.statistics();
         self.shared.link_share.memory_sent(after.sent - before.sent);
@@ -474,6 +481,10 @@ impl Channel {
             .recent
             .as_mut()
             .map(|recent| std::mem::replace(recent, DirtyBitmap::new(run.count)));
+        // What is sent first must not come last: each page goes into one frame, or all over one
+        // connection.
+        let once = recheck.is_none() && owned.owed.count() == PageCount::ZERO && !order.find_holes;
+        self.sender.spread(once);
         // From here on it is not known elsewhere that these are to be sent.
         let owed = std::mem::replace(&mut owned.owed, DirtyBitmap::new(run.count));
         owned.unacknowledged.union(&owed);

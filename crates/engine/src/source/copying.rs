@@ -38,8 +38,10 @@ use super::slips::Slips;
 use super::state_relay::StateRelay;
 use super::turns::Turns;
 use super::verification::{self, Cost};
-use super::{Verify, look_back};
+use super::wires::Wires;
+use super::{PEER, Verify, look_back};
 use crate::address::Stream;
+use crate::link::link_error;
 use crate::report::{RoundMeasures, Stage};
 use crate::vm::SourceVm;
 use crate::{EngineError, limits};
@@ -91,10 +93,12 @@ impl Copying {
         let Setup { settings, own, mut disks, fingerprints, direct_io, .. } = setup;
         let Setup { restarted, proves, common, .. } = setup;
         let (options, session) = (source.options, &source.session);
-        let channels = options.channels.saturating_add(disks.len() as u8);
+        let of_memory = source.channels();
+        let channels = of_memory.saturating_add(disks.len() as u8);
         let at_once = if restarted { 0 } else { channels };
         let mut streams = session.connect_channels(0..at_once)?;
-        let disk_streams = streams.split_off(streams.len().min(options.channels.into()));
+        let disk_streams = streams.split_off(streams.len().min(of_memory.into()));
+        source.meter.goes_over(of_memory);
         // Where nothing is sent before the guest has left, what it writes need not be known.
         let untracked =
             source.leaves_at_once() && !(restarted || direct_io) && source.vm.can_go_untracked();
@@ -648,13 +652,22 @@ fn add_channels(
 ) -> Result<(), EngineError> {
     let (channels, all) = (streams.len(), segments.len());
     let turns = Arc::new(Turns::new(channels, any_channel));
+    let long = streams.first().is_some_and(|(stream, _)| session.is_long(stream));
+    let (streams, handles): (Vec<_>, Vec<_>) = streams.into_iter().unzip();
+    // An audit tells which channel each page was sent over when it is put into a frame.
+    let wires = match any_channel && long && channels > 1 && shared.audit.is_none() {
+        true => Wires::shared(streams).map_err(link_error(PEER))?,
+        false => Wires::own(streams),
+    };
+    let wires = Arc::new(wires);
     let mut parts: Vec<Vec<Owned>> = (0..channels).map(|_| Vec::new()).collect();
     for owned in segments {
         parts[owned.segment().channel(channels)].push(owned);
     }
-    for (number, (stream, own)) in streams.into_iter().zip(parts).enumerate() {
+    for (number, (handle, own)) in handles.into_iter().zip(parts).enumerate() {
         let shared = (shared.clone(), &turns);
-        lanes.add_memory(stream, all, session.for_memory(), |sender| {
+        let over = (Arc::clone(&wires), number, handle);
+        lanes.add_memory(over, all, session.for_memory(), |sender| {
             Channel::new(sender, shared, number, own)
         })?;
     }

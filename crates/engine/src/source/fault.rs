@@ -69,6 +69,8 @@ pub enum Fault {
     BelieveHints = 22,
     /// Leave out one extent of a disk, whenever it is to be sent.
     DropExtent = 23,
+    /// No fault: take the way to the destination for a long one.
+    LongWay = 24,
 }
 
 impl Fault {

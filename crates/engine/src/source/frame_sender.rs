@@ -16,6 +16,7 @@ use godwit_wire::{Added, Content, FRAME_PAGES, HEADER_LEN, PageFrameBuilder, RUN
 
 use super::live::Live;
 use super::thread_clock::ThreadClock;
+use super::wires::Wires;
 use crate::EngineError;
 use crate::address::Stream;
 use crate::compression::{Codecs, Compression};
@@ -82,9 +83,19 @@ impl Link {
     }
 }
 
+/// In which frames something went, at the latest: of each channel whose connection was used, the
+/// number of the last one.
+pub(super) type Carried = Vec<(usize, u64)>;
+
+/// Pages of a frame where frames go over any connection, at the most: 256 KiB, so that what is put
+/// on a slow one is soon sent.
+const SHARED_FRAME: usize = 64;
+
 /// The sending end of a channel.
 pub(super) struct FrameSender {
-    stream: Stream,
+    /// The connections, and which of them is its own.
+    wires: Arc<Wires>,
+    number: usize,
     link: Link,
     builder: PageFrameBuilder,
     /// The RAM block or disk that the frame being built is for, and the segment of its first page,
@@ -100,17 +111,25 @@ pub(super) struct FrameSender {
     /// Runs while there is a budget of processor time.
     work: ThreadClock,
     statistics: RoundStatistics,
-    /// Frames that went onto the link, whole.
-    frames: u64,
+    /// Where frames go over any connection: what was sent since this was taken; and whether they do
+    /// now.
+    carried: Carried,
+    spreads: bool,
 }
 
 impl FrameSender {
     /// A frame sender for `stream`, of a RAM or disk with `segments` segments.
     pub(super) fn new(stream: Stream, link: Link, segments: usize) -> Self {
+        Self::over((Arc::new(Wires::own([stream])), 0), link, segments)
+    }
+
+    /// That of channel `number` of those that have the connections `wires`.
+    pub(super) fn over((wires, number): (Arc<Wires>, usize), link: Link, segments: usize) -> Self {
         let mut chooser = Chooser::new(segments, &link.codecs.list());
-        chooser.round_trip(stream.connected_in());
+        chooser.round_trip(wires.of(number).stream.connected_in());
         Self {
-            stream,
+            wires,
+            number,
             link,
             builder: PageFrameBuilder::new(),
             block: 0,
@@ -121,18 +140,43 @@ impl FrameSender {
             clock: ThreadClock::default(),
             work: ThreadClock::default(),
             statistics: RoundStatistics::default(),
-            frames: 0,
+            carried: Carried::new(),
+            spreads: false,
         }
     }
 
-    /// The number of the last frame in which there is anything that was put in so far.
-    pub(super) fn last_frame(&self) -> u64 {
-        if self.builder.is_empty() { self.frames } else { self.building() }
+    /// Whether from here on frames may go over any connection, where there are several: that is, no
+    /// page is put into two of them.
+    pub(super) fn spread(&mut self, spreads: bool) {
+        self.spreads = spreads;
     }
 
-    /// The number of the frame that is being built.
+    /// In which frames there is anything that was put in since this was last asked. Where frames go
+    /// over any connection, what is being built is sent: over which is known only then.
+    pub(super) fn carried(&mut self) -> Result<Carried, EngineError> {
+        if self.wires.are_shared() {
+            self.flush()?;
+            return Ok(std::mem::take(&mut self.carried));
+        }
+        let frames = self.wires.of(self.number).frames;
+        Ok(vec![(self.number, frames + u64::from(!self.builder.is_empty()))])
+    }
+
+    /// The number of the frame that is being built, where it goes over the channel's own
+    /// connection.
     pub(super) fn building(&self) -> u64 {
-        self.frames + 1
+        self.wires.of(self.number).frames + 1
+    }
+
+    /// Whether frames go over any connection, so that a round is over only when all channels are
+    /// done with it.
+    pub(super) fn shares_connections(&self) -> bool {
+        self.wires.are_shared()
+    }
+
+    /// Whether nothing is to be waited for any more.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.link.limiter.is_stopped()
     }
 
     /// A round begins: what was before it is no measure of the link. A frame that is being built
@@ -156,7 +200,7 @@ impl FrameSender {
         pages: usize,
     ) -> Result<ByteCount, EngineError> {
         let mut sent = ByteCount::ZERO;
-        if self.block != block || self.builder.room() < pages {
+        if self.block != block || self.room() < pages {
             sent = self.flush()?;
         }
         if self.builder.is_empty() {
@@ -167,7 +211,8 @@ impl FrameSender {
 
     /// How many more pages the frame being built has room for.
     pub(super) fn room(&self) -> usize {
-        self.builder.room()
+        let room = self.builder.room();
+        if self.wires.are_shared() { room.saturating_sub(FRAME_PAGES - SHARED_FRAME) } else { room }
     }
 
     /// Names the pages of `run` as zero.
@@ -230,13 +275,22 @@ impl FrameSender {
         };
         let length = frame.len();
         let mut rest = frame;
+        let (number, mut wire) = match self.spreads {
+            true => self.wires.next(self.number),
+            false => (self.number, self.wires.of(self.number)),
+        };
         while !rest.is_empty() {
             let (piece, after) = rest.split_at(self.link.limiter.piece().min(rest.len()));
             self.link.limiter.take(piece.len());
-            put(&mut self.stream, piece, &mut self.statistics, &self.link.sent)?;
+            put(&mut wire.stream, piece, &mut self.statistics, &self.link.sent)?;
             rest = after;
         }
-        self.frames += 1;
+        wire.frames += 1;
+        if self.wires.are_shared() {
+            self.carried.retain(|(of, _)| *of != number);
+            self.carried.push((number, wire.frames));
+        }
+        drop(wire);
         self.statistics.raw += ByteCount(raw as u64);
         let spent = self.clock.lap();
         self.chooser.batch(&Batch {
@@ -265,8 +319,9 @@ impl FrameSender {
 
     /// Sends the barrier that ends `round`, and all rounds if it is the `last` one.
     pub(super) fn barrier(&mut self, round: u32, last: bool) -> Result<(), EngineError> {
-        put(&mut self.stream, &barrier(round, last), &mut self.statistics, &self.link.sent)?;
-        self.frames += 1;
+        let mut wire = self.wires.of(self.number);
+        put(&mut wire.stream, &barrier(round, last), &mut self.statistics, &self.link.sent)?;
+        wire.frames += 1;
         Ok(())
     }
 

@@ -18,6 +18,7 @@ use super::frame_sender::{FrameSender, Link};
 use super::link_share::LinkShare;
 use super::live::{IdleWatch, Live};
 use super::session::Event;
+use super::wires::Wires;
 use crate::address::Stream;
 use crate::cells::Cell;
 use crate::compression::{Codecs, Compression};
@@ -95,16 +96,17 @@ impl Lanes {
         }
     }
 
-    /// Adds a channel of memory over `stream`; `channel` makes it of its sending end.
+    /// Adds a channel of memory, with its number among `wires` and a handle of its connection;
+    /// `channel` makes it of its sending end.
     pub(super) fn add_memory(
         &mut self,
-        stream: (Stream, Stream),
+        (wires, number, handle): (Arc<Wires>, usize, Stream),
         segments: usize,
         (events, cell): (Sender<Event>, Cell),
         channel: impl FnOnce(FrameSender) -> Channel,
     ) -> Result<(), EngineError> {
-        let (stream, handle) = stream;
-        let channel = channel(FrameSender::new(stream, self.link.clone(), segments));
+        let sender = FrameSender::over((wires, number), self.link.clone(), segments);
+        let channel = channel(sender);
         let run = move |orders: &Receiver<Order>| match cell.enter() {
             Ok(_) => channel.run(orders, &events),
             Err(error) => {

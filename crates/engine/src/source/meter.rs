@@ -102,6 +102,11 @@ impl Meter {
         self.keep(round, map);
     }
 
+    /// It goes over so many channels of memory.
+    pub(super) fn goes_over(&mut self, channels: u8) {
+        self.measures.channels = channels.into();
+    }
+
     /// They stand again, with so many channels of memory, after having been lost for `time`; so
     /// much that had been sent was lost with them. What comes next is a round behind none.
     pub(super) fn resumed(&mut self, time: Duration, sent_again: ByteCount, channels: usize) {

@@ -52,6 +52,7 @@ mod to_serve;
 mod trial;
 mod turns;
 mod verification;
+mod wires;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -120,6 +121,10 @@ pub struct Options {
     pub post_copy_safe: Option<PathBuf>,
     /// Data channels, at least 1.
     pub channels: u8,
+    /// Data channels to a destination that is far away (a round trip of 5 ms or more), if that is
+    /// more: no TCP connection carries more than a window in a round trip, and each makes it
+    /// smaller when something is lost.
+    pub channels_afar: u8,
     /// Remember what was sent, so that pages are not sent again that were written and did not
     /// change.
     pub fingerprints: bool,
@@ -152,7 +157,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// What suits most: two channels, fingerprints, no comparison, and a source that ends; and
+    /// What suits most: two channels, or eight to a place far away, fingerprints, no comparison, and a source that ends; and
     /// nothing that leaves this host.
     #[must_use]
     pub fn new(to: Address) -> Self {
@@ -163,6 +168,7 @@ impl Options {
             post_copy: PostCopy::Never,
             post_copy_safe: None,
             channels: 2,
+            channels_afar: 8,
             fingerprints: true,
             keep_source: false,
             reconnect: limits::RECONNECT,
@@ -618,7 +624,13 @@ impl Source<'_> {
     /// connections on.
     fn way(&self) -> (Address, u8) {
         let to = self.handle.to().unwrap_or_else(|| self.options.to.clone());
-        (to, self.handle.channels().unwrap_or(self.options.channels))
+        (to, self.handle.channels().unwrap_or_else(|| self.channels()))
+    }
+
+    /// How many channels of memory suit the way to the destination, as far as that is known.
+    fn channels(&self) -> u8 {
+        let Options { channels, channels_afar, .. } = *self.options;
+        if self.session.is_long_way() { channels.max(channels_afar) } else { channels }
     }
 
     /// What the machine failed with, or what ended its call.

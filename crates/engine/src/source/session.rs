@@ -118,6 +118,8 @@ pub(super) struct Session {
     places: Receiver<()>,
     places_in: SyncSender<()>,
     control: Option<Control>,
+    /// The way to the destination is a long one.
+    long_way: bool,
     /// Where pages go that the destination asks for, as soon as it may: past all other events.
     wanted: Arc<Mutex<Option<SyncSender<Wanted>>>>,
     /// Numbers the control connections.
@@ -167,6 +169,7 @@ impl Session {
             places,
             places_in,
             control: None,
+            long_way: false,
             wanted: Arc::default(),
             connection: 0,
             ended: false,
@@ -369,6 +372,7 @@ impl Session {
 
     /// Makes `stream` the control connection, with a thread that reads it.
     fn use_control(&mut self, stream: Stream) -> Result<(), EngineError> {
+        self.long_way = self.is_long(&stream);
         let read = stream.try_clone().map_err(link_error(PEER))?;
         let writer = match &self.control {
             Some(control) => {
@@ -583,6 +587,16 @@ impl Session {
     /// What ends the long calls of the machine.
     pub(super) fn interrupt(&self) -> &Interrupt {
         &self.interrupt
+    }
+
+    /// Whether the way to the destination is a long one, as far as it was connected to.
+    pub(super) fn is_long_way(&self) -> bool {
+        self.long_way
+    }
+
+    /// Whether the way that `stream` was connected over is a long one.
+    pub(super) fn is_long(&self, stream: &Stream) -> bool {
+        self.made_up.is(Fault::LongWay) || stream.connected_in() >= limits::LONG_WAY
     }
 
     pub(super) fn made_up(&self) -> MadeUp {

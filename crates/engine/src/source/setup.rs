@@ -164,7 +164,7 @@ impl Setup {
             .map(|block| BlockOffer { name: block.name().to_owned(), pages: block.pages() })
             .collect();
         source.session.say(&kind(Offer {
-            channels: source.options.channels,
+            channels: source.channels(),
             codecs: Codecs::ALL.0,
             features,
             verify: source.options.verify != Verify::No,

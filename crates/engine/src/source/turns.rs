@@ -1,23 +1,46 @@
 //! The segments that a round has yet to come to, by channel; where the destination takes them over
 //! any, a channel that has no more of its own takes those of another.
 //!
-//! Invariants: whoever takes a segment keeps it to the end of the round, so in one round it goes
-//! over one channel; and what was sent of it in earlier rounds is in place, since those were
-//! acknowledged. A round ends with nothing left here.
+//! Invariants: whoever takes a segment keeps it to the end of the round; and what was sent of it in
+//! earlier rounds is in place, since those were acknowledged. A round ends with nothing left here.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::limits;
 
 pub(super) struct Turns<T> {
     queues: Vec<Mutex<VecDeque<T>>>,
     /// A channel takes what others have, too.
     shared: bool,
+    /// How often a channel was done with a round, all channels together.
+    done: Mutex<u64>,
+    another: Condvar,
 }
 
 impl<T> Turns<T> {
     /// For `channels`; `shared` where a segment may go over any of them.
     pub(super) fn new(channels: usize, shared: bool) -> Self {
-        Self { queues: (0..channels).map(|_| Mutex::default()).collect(), shared }
+        let queues = (0..channels).map(|_| Mutex::default()).collect();
+        Self { queues, shared, done: Mutex::default(), another: Condvar::new() }
+    }
+
+    /// A channel is done with a round: waits until all are, or until it `ends` otherwise; whether
+    /// all are. No channel begins a round before all are done with the one before it.
+    pub(super) fn all_are_done(&self, ends: impl Fn() -> bool) -> bool {
+        let channels = self.queues.len() as u64;
+        let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
+        *done += 1;
+        let all = done.div_ceil(channels) * channels;
+        self.another.notify_all();
+        while *done < all {
+            if ends() {
+                return false;
+            }
+            let waited = self.another.wait_timeout(done, limits::TICK / 10);
+            done = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
     }
 
     /// Channel `number` has these to deal with.
@@ -109,5 +132,19 @@ mod tests {
         });
         taken.sort_unstable();
         assert!(taken.into_iter().eq(0..10_000));
+    }
+
+    #[test]
+    fn a_round_is_over_when_all_channels_are_done_with_it() {
+        let turns = Turns::<u32>::new(2, true);
+        for _round in 0..3 {
+            std::thread::scope(|scope| {
+                let first = scope.spawn(|| turns.all_are_done(|| false));
+                std::thread::sleep(limits::TICK / 5);
+                assert!(!first.is_finished());
+                assert!(turns.all_are_done(|| false) && first.join().unwrap());
+            });
+        }
+        assert!(!turns.all_are_done(|| true), "nobody waits for one that will not come");
     }
 }

@@ -69,15 +69,15 @@ impl Lost {
 
     /// Takes back what the destination has not placed: of each channel it has so many frames.
     fn take_back(&mut self, placed: &[u64]) {
-        let mut placed = placed.iter().copied().chain(std::iter::repeat(0));
+        let of_memory = self.ended.memory.len();
         for channel in self.ended.memory.drain(..) {
             self.shared.get_or_insert_with(|| channel.shared().clone());
-            let (segments, again) = channel.take_back(placed.next().unwrap_or_default());
+            let (segments, again) = channel.take_back(placed);
             self.segments.extend(segments);
             self.again += again;
         }
-        for channel in &mut self.ended.disks {
-            self.again += channel.take_back(placed.next().unwrap_or_default());
+        for (number, channel) in (of_memory..).zip(&mut self.ended.disks) {
+            self.again += channel.take_back(placed.get(number).copied().unwrap_or_default());
         }
         self.segments.sort_unstable_by_key(Owned::number);
     }
