@@ -190,7 +190,7 @@ mod tests {
             arriving: Arc::default(),
             closed: Arc::default(),
             slips: Slips::new(MadeUp::none()),
-            any_channel: matches!(check, Check::Broken),
+            unchecked: matches!(check, Check::Broken),
         };
         Channel {
             number,

@@ -175,7 +175,7 @@ impl Lanes {
             closed: Arc::clone(&self.closed),
             slips: Slips::new(self.made_up),
             #[cfg(test)]
-            any_channel: false,
+            unchecked: false,
         })
     }
 

@@ -44,7 +44,7 @@ pub(super) struct MemoryPlace {
     pub(super) slips: Slips,
     /// A fault made up: pages are taken over any channel.
     #[cfg(test)]
-    pub(super) any_channel: bool,
+    pub(super) unchecked: bool,
 }
 
 impl MemoryPlace {
@@ -110,10 +110,10 @@ impl PageSink for MemoryPlace {
             return Err(EngineError::Protocol { peer: PEER, what });
         }
         #[cfg(test)]
-        let any_channel = self.any_channel;
+        let unchecked = self.unchecked;
         #[cfg(not(test))]
-        let any_channel = false;
-        if !any_channel && !self.may_come(number, run) {
+        let unchecked = false;
+        if !unchecked && !self.may_come(number, run) {
             let what =
                 format!("it sent {} from {} over channel {}", run.count, run.start, self.number);
             return Err(EngineError::Protocol { peer: PEER, what });

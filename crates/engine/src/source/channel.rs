@@ -1,13 +1,16 @@
 //! A data channel at the source: one thread that harvests, reads and sends segments: its own, and
 //! where the destination takes them over any channel, those that others have not come to yet.
 //!
+//! Over a long way what it sends goes over whichever connection takes it.
+//!
 //! Invariant: a page's dirty bit is harvested before its bytes are read, and both happen in the one
-//! thread that deals with its segment in this round. So what is sent is never older than the harvest, and what is written later is found
-//! by the next one. In the last round nobody writes any more, and the bits are only read.
+//! thread that deals with its segment in this round. So what is sent is never older than the
+//! harvest, and what is written later is found by the next one. In the last round nobody writes any
+//! more, and the bits are only read.
 //!
 //! What is harvested or put into a frame is remembered until the round is acknowledged. When the
-//! connections are lost, the destination says how many frames it has placed, and what is remembered
-//! of segments with a later one is owed to it again ([`Owned::take_back`]).
+//! connections are lost, the destination says how many frames of each it has placed, and what is
+//! remembered of segments with a later one is owed to it again ([`Owned::take_back`]).
 
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -467,6 +470,10 @@ impl Channel {
     fn copy_segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
         let Segment { block, run } = owned.segment;
         self.at_block(block);
+        // What is sent first must not come last: each page goes into one frame, or all over one
+        // connection.
+        let again = owned.recent.is_some() || owned.owed.count() > PageCount::ZERO;
+        self.sender.spread(!(again || order.find_holes));
         let everything = self.shared.table.is_unsent(owned.number);
         if everything && self.is_hole(owned.segment)? {
             return self.name_hole(owned);
@@ -481,10 +488,6 @@ impl Channel {
             .recent
             .as_mut()
             .map(|recent| std::mem::replace(recent, DirtyBitmap::new(run.count)));
-        // What is sent first must not come last: each page goes into one frame, or all over one
-        // connection.
-        let once = recheck.is_none() && owned.owed.count() == PageCount::ZERO && !order.find_holes;
-        self.sender.spread(once);
         // From here on it is not known elsewhere that these are to be sent.
         let owed = std::mem::replace(&mut owned.owed, DirtyBitmap::new(run.count));
         owned.unacknowledged.union(&owed);
@@ -691,7 +694,8 @@ impl Channel {
             self.frame_for(owned)?;
             let count = (run.end().0 - at).min(self.sender.room() as u64).min(READ_LIMIT);
             let part = PageRun::new(at, count);
-            let (frame, history) = (self.sender.building(), &mut owned.history);
+            let history = &mut owned.history;
+            let frame = history.as_ref().map_or(0, |_| self.sender.building());
             let mut fingerprints =
                 owned.fingerprints.as_mut().zip(self.shared.fingerprints.as_ref());
             let judge = |page: PageIndex, bytes: &[u8]| {

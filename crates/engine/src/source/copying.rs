@@ -152,14 +152,15 @@ impl Copying {
         };
         let any_channel = common.features.contains(Feature::AnyChannel);
         let owned = |(number, segment)| Owned::new(number, segment, &shared, direct_io);
-        let owned: Vec<Owned> = segments.segments().map(owned).collect();
+        let mut owned: Vec<Owned> = segments.segments().map(owned).collect();
         let lost = match restarted {
             true => {
                 let disks_are_told = common.features.contains(Feature::DiskPrints);
                 Some(Lost::restarted(options.reconnect, owned, (shared, disks_are_told)))
             }
             false => {
-                add_channels(&mut lanes, streams, &source.session, (shared, any_channel), owned)?;
+                let shared = (shared, any_channel);
+                add_channels(&mut lanes, streams, &source.session, shared, &mut owned)?;
                 None
             }
         };
@@ -642,17 +643,19 @@ impl RoundMeasures {
 }
 
 /// Adds channels of memory over `streams`, for these `segments`, in the order of their numbers.
-/// Each begins with those that are its own, however they were shared before.
+/// Each begins with those that are its own, however they were shared before. They are taken when
+/// nothing can go wrong any more that may pass.
 fn add_channels(
     lanes: &mut Lanes,
     streams: Vec<(Stream, Stream)>,
     session: &Session,
     (shared, any_channel): (Shared, bool),
-    segments: Vec<Owned>,
+    segments: &mut Vec<Owned>,
 ) -> Result<(), EngineError> {
     let (channels, all) = (streams.len(), segments.len());
     let turns = Arc::new(Turns::new(channels, any_channel));
-    let long = streams.first().is_some_and(|(stream, _)| session.is_long(stream));
+    // One that took long may have had to ask twice.
+    let long = streams.iter().all(|(stream, _)| session.is_long(stream));
     let (streams, handles): (Vec<_>, Vec<_>) = streams.into_iter().unzip();
     // An audit tells which channel each page was sent over when it is put into a frame.
     let wires = match any_channel && long && channels > 1 && shared.audit.is_none() {
@@ -661,7 +664,7 @@ fn add_channels(
     };
     let wires = Arc::new(wires);
     let mut parts: Vec<Vec<Owned>> = (0..channels).map(|_| Vec::new()).collect();
-    for owned in segments {
+    for owned in segments.drain(..) {
         parts[owned.segment().channel(channels)].push(owned);
     }
     for (number, (handle, own)) in handles.into_iter().zip(parts).enumerate() {

@@ -275,15 +275,27 @@ impl FrameSender {
         };
         let length = frame.len();
         let mut rest = frame;
+        let limiter = &self.link.limiter;
+        let next = |rest: &[u8]| {
+            let piece = limiter.piece().min(rest.len());
+            limiter.take(piece);
+            piece
+        };
+        let mut piece = next(rest);
         let (number, mut wire) = match self.spreads {
-            true => self.wires.next(self.number),
+            true => self.wires.next(self.number, || limiter.is_stopped()),
             false => (self.number, self.wires.of(self.number)),
         };
         while !rest.is_empty() {
-            let (piece, after) = rest.split_at(self.link.limiter.piece().min(rest.len()));
-            self.link.limiter.take(piece.len());
-            put(&mut wire.stream, piece, &mut self.statistics, &self.link.sent)?;
+            let (now, after) = rest.split_at(piece);
+            let sent = put(&mut wire.stream, now, &mut self.statistics, &self.link.sent);
+            if sent.is_err() {
+                // Nobody is to put a frame behind half of one.
+                wire.stream.shut_down();
+            }
+            sent?;
             rest = after;
+            piece = if rest.is_empty() { 0 } else { next(rest) };
         }
         wire.frames += 1;
         if self.wires.are_shared() {

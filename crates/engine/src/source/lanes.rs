@@ -280,7 +280,8 @@ impl Lanes {
 
 impl Drop for Lanes {
     fn drop(&mut self) {
-        self.release();
+        // A channel may be at the connection of another one.
+        self.cut();
         self.memory.drain(..).for_each(|lane| drop(lane.join()));
         self.disks.drain(..).for_each(|lane| drop(lane.join()));
     }

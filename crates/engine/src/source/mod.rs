@@ -157,8 +157,8 @@ pub struct Options {
 }
 
 impl Options {
-    /// What suits most: two channels, or eight to a place far away, fingerprints, no comparison, and a source that ends; and
-    /// nothing that leaves this host.
+    /// What suits most: two channels, or eight to a place far away, fingerprints, no comparison,
+    /// and a source that ends; and nothing that leaves this host.
     #[must_use]
     pub fn new(to: Address) -> Self {
         Self {

@@ -178,6 +178,8 @@ impl Serving {
         handle: Stream,
     ) -> Result<(), EngineError> {
         let (table, stop) = (Arc::clone(&self.table), Arc::clone(&self.stop));
+        // Each page is placed once, and is the same whenever it comes.
+        sender.spread(true);
         self.serve_by(source.session.for_memory(), "server", handle, move || {
             // To who sends what somebody waits for, and to guests.
             threads::yields();

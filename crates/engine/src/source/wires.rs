@@ -63,21 +63,26 @@ impl Wires {
 
     /// That of channel `number`.
     pub(super) fn of(&self, number: usize) -> MutexGuard<'_, Wire> {
-        self.wires[number].lock().unwrap_or_else(PoisonError::into_inner)
+        self.wires[number].lock().unwrap_or_else(half_written)
     }
 
-    /// The one for the next frame of channel `number`, with its own number.
-    pub(super) fn next(&self, number: usize) -> (usize, MutexGuard<'_, Wire>) {
+    /// The one for the next frame of channel `number`, with its own number; its own where no other
+    /// is to be waited for any more.
+    pub(super) fn next(
+        &self,
+        number: usize,
+        ends: impl Fn() -> bool,
+    ) -> (usize, MutexGuard<'_, Wire>) {
         // Behind that, whoever writes to its own learns why none takes anything.
         let until = Instant::now() + limits::PLACE;
-        while self.are_shared() && Instant::now() < until {
+        while self.are_shared() && !ends() && Instant::now() < until {
             for other in (number..self.wires.len()).chain(0..number) {
                 if !takes_more(&self.watched[other..=other], Duration::ZERO) {
                     continue;
                 }
                 match self.wires[other].try_lock() {
                     Ok(wire) => return (other, wire),
-                    Err(TryLockError::Poisoned(wire)) => return (other, wire.into_inner()),
+                    Err(TryLockError::Poisoned(wire)) => return (other, half_written(wire)),
                     Err(TryLockError::WouldBlock) => {}
                 }
             }
@@ -87,6 +92,13 @@ impl Wires {
         }
         (number, self.of(number))
     }
+}
+
+/// The connection of somebody who panicked at it: nothing whole can follow there.
+fn half_written<'a>(wire: PoisonError<MutexGuard<'a, Wire>>) -> MutexGuard<'a, Wire> {
+    let wire = wire.into_inner();
+    wire.stream.shut_down();
+    wire
 }
 
 /// Whether one of `streams` takes more, or fails, within `time`.
@@ -106,6 +118,8 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::*;
+
+    const NEVER: fn() -> bool = || false;
 
     /// A connection, and its other end.
     fn pair() -> (UnixStream, UnixStream) {
@@ -133,15 +147,16 @@ mod tests {
         let ((own, mut own_end), (other, _other_end)) = (pair(), pair());
         let filler = own.try_clone().unwrap();
         let wires = Wires::shared(vec![own.into(), other.into()]).unwrap();
-        assert_eq!((wires.next(0).0, wires.next(1).0), (0, 1));
+        assert_eq!((wires.next(0, NEVER).0, wires.next(1, NEVER).0), (0, 1));
         let filled = fill(&filler);
-        assert_eq!(wires.next(0).0, 1, "it takes nothing");
+        assert_eq!(wires.next(0, NEVER).0, 1, "it takes nothing");
         // Nor does the other one, at which somebody is: the first that does is waited for.
         std::thread::scope(|scope| {
             let held = wires.of(1);
-            let next = scope.spawn(|| wires.next(0).0);
+            let next = scope.spawn(|| wires.next(0, NEVER).0);
             std::thread::sleep(2 * WAIT);
             assert!(!next.is_finished());
+            assert_eq!(wires.next(0, || true).0, 0, "nobody waits any more");
             own_end.read_exact(&mut vec![0; filled]).unwrap();
             assert_eq!(next.join().unwrap(), 0);
             drop(held);
@@ -154,6 +169,6 @@ mod tests {
         let filler = own.try_clone().unwrap();
         let wires = Wires::own([own.into(), other.into()]);
         fill(&filler);
-        assert_eq!(wires.next(0).0, 0);
+        assert_eq!(wires.next(0, NEVER).0, 0);
     }
 }

@@ -248,7 +248,7 @@ impl Copying {
         self.lanes.reopen(streams.len());
         let disk_streams = streams.split_off(channels);
         let (session, parts) = (&source.session, (shared.clone(), self.any_channel));
-        add_channels(&mut self.lanes, streams, session, parts, std::mem::take(segments))?;
+        add_channels(&mut self.lanes, streams, session, parts, segments)?;
         if std::mem::take(new_disks) {
             let session = (&shared.table, &source.session);
             let held = std::mem::take(held);
