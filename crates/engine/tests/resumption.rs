@@ -219,12 +219,12 @@ fn what_was_written_before_it_rested_is_not_lost_in_a_later_round() {
 
 #[test]
 fn what_went_over_shared_connections_is_taken_back_from_all_of_them() {
-    // Mutations: of a segment only the frames of its own channel count, or only the last one; a
-    // round ends before all channels are done with it.
+    // One that is slow has placed less than the others when the link is cut.
     for (at, busy) in [(9, 800), (33, 800), (45, 60_000)] {
         let mut this = Move::new(Duration::from_millis(busy), 30, Vec::new());
         this.options.channels = 4;
         this.options.fault = Some(Fault::LongWay);
+        this.faults.slow_channel = Some((1, Duration::from_millis(60)));
         let (measures, cuts) = this.arrives(&[(at * MIB, OUTAGE)]);
         assert_eq!((cuts, measures.resumptions), (1, 1), "at {at} MiB");
         // More would do where the way is long.

@@ -458,6 +458,10 @@ impl Channel {
     fn segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
         let before = self.sender.statistics();
         owned.carried = None;
+        // What is sent first must not come last: each page goes into one frame, or all over one
+        // connection.
+        let again = owned.recent.is_some() || owned.owed.count() > PageCount::ZERO;
+        self.sender.spread(!(again || order.find_holes));
         self.copy_segment(owned, order)?;
         owned.carried = Some(self.sender.carried()?);
         self.sender.pace();
@@ -470,10 +474,6 @@ impl Channel {
     fn copy_segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
         let Segment { block, run } = owned.segment;
         self.at_block(block);
-        // What is sent first must not come last: each page goes into one frame, or all over one
-        // connection.
-        let again = owned.recent.is_some() || owned.owed.count() > PageCount::ZERO;
-        self.sender.spread(!(again || order.find_holes));
         let everything = self.shared.table.is_unsent(owned.number);
         if everything && self.is_hole(owned.segment)? {
             return self.name_hole(owned);
@@ -754,5 +754,44 @@ impl Channel {
     /// Makes sure that the frame being built is for the block of `owned` and has room.
     fn frame_for(&mut self, owned: &Owned) -> Result<(), EngineError> {
         self.sender.frame_for(owned.segment.block as u32, owned.number, 1).map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_all_connections_that_a_segment_went_over_all_its_frames_must_have_come() {
+        let block = RamBlock::anonymous("ram", PageCount(16)).unwrap();
+        let table = SegmentTable::new(Arc::new(vec![block])).unwrap();
+        table.mark_sent(0);
+        let pages = || DirtyBitmap::new(PageCount(16));
+        let again = |carried: Option<Carried>, placed: &[u64]| {
+            let mut owned = Owned {
+                number: 0,
+                segment: Segment { block: 0, run: PageRun::new(0, 16) },
+                held: pages(),
+                named: false,
+                fingerprints: None,
+                recent: None,
+                unacknowledged: pages(),
+                round: 3,
+                carried,
+                owed: pages(),
+                history: None,
+            };
+            owned.remember(PageRun::new(4, 2));
+            owned.take_back(placed, &table);
+            assert_eq!(owned.unacknowledged.count(), PageCount::ZERO);
+            owned.owed.count().0
+        };
+        let carried = || Some(vec![(0, 5), (2, 9)]);
+        assert_eq!(again(carried(), &[5, 0, 9]), 0);
+        for placed in [&[4, 0, 9][..], &[5, 9, 8], &[5]] {
+            assert_eq!(again(carried(), placed), 2, "{placed:?}");
+        }
+        assert_eq!(again(Some(Carried::new()), &[]), 0, "nothing was sent");
+        assert_eq!(again(None, &[9, 9, 9]), 2, "it was being dealt with");
     }
 }
