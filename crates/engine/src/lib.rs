@@ -6,8 +6,8 @@
 //!
 //! Invariants kept here:
 //! - A page is harvested before its bytes are read (`source/channel.rs`).
-//! - In a round all of a segment goes over one channel, which one thread reads, in order, or each of
-//!   its pages goes once; and no round begins before the one before it is in place. So an old
+//! - In a round all of a segment goes over one channel, which one thread reads, in order, or each
+//!   of its pages goes once; and no round begins before the one before it is in place. So an old
 //!   version of a page cannot land on a newer one. The destination checks it
 //!   (`destination/claims.rs`).
 //! - Every wait has a limit (`limits`).

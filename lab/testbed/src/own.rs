@@ -24,7 +24,6 @@ pub(crate) const NO_LIMIT: u64 = 1 << 40;
 pub(crate) const DOWNTIME_LIMIT_MS: u64 = 300;
 /// A cache of pages as sent before; QEMU's default of 64 MiB is too small for any of our guests.
 const XBZRLE_CACHE: u64 = 512 << 20;
-const CHANNELS: u8 = 2;
 const CANCEL_LIMIT: Duration = Duration::from_secs(10);
 
 /// How QEMU migrates.
@@ -34,8 +33,8 @@ pub enum Style {
     Plain,
     /// So many channels.
     Multifd(u8),
-    /// Two channels and zstd.
-    Zstd,
+    /// So many channels and zstd.
+    Zstd(u8),
     /// One connection, and of pages sent before only what changed.
     Xbzrle,
     /// One connection, and a guest that is slowed down step by step.
@@ -222,8 +221,7 @@ fn switch_after_one_pass(source: &mut TestVm, until: Duration) -> anyhow::Result
 fn prepare(vm: &mut TestVm, style: Style, bandwidth: Option<Rate>) -> anyhow::Result<()> {
     let capability = |name: &str, state: bool| json!({ "capability": name, "state": state });
     let channels = match style {
-        Style::Multifd(channels) => Some(channels),
-        Style::Zstd => Some(CHANNELS),
+        Style::Multifd(channels) | Style::Zstd(channels) => Some(channels),
         _ => None,
     };
     let capabilities = [
@@ -248,8 +246,8 @@ fn prepare(vm: &mut TestVm, style: Style, bandwidth: Option<Rate>) -> anyhow::Re
     let mut parameters = json!({ "max-bandwidth": limit, "downtime-limit": DOWNTIME_LIMIT_MS });
     if let Some(channels) = channels {
         parameters["multifd-channels"] = channels.into();
-        parameters["multifd-compression"] =
-            if style == Style::Zstd { "zstd" } else { "none" }.into();
+        let zstd = matches!(style, Style::Zstd(_));
+        parameters["multifd-compression"] = if zstd { "zstd" } else { "none" }.into();
     }
     match style {
         Style::Xbzrle => parameters["xbzrle-cache-size"] = XBZRLE_CACHE.into(),

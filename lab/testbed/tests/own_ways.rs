@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 const WAYS: [(Style, &str); 7] = [
     (Style::Plain, "events"),
     (Style::Multifd(4), "multifd"),
-    (Style::Zstd, "multifd"),
+    (Style::Zstd(2), "multifd"),
     (Style::Xbzrle, "xbzrle"),
     (Style::AutoConverge, "auto-converge"),
     (Style::DirtyLimit, "dirty-limit"),

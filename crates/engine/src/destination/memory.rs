@@ -1,9 +1,9 @@
 //! Guest memory as a place for pages.
 //!
 //! Invariant: a segment's pages come over its own channel only, or, where both sides can, over any:
-//! in one round all over one, or each once ([`Claims`]). That is checked. The source begins no round
-//! before all of the one before it is in place, so no older version of a page can land on a newer
-//! one.
+//! in one round all over one, or each once ([`Claims`]). That is checked. The source begins no
+//! round before all of the one before it is in place, so no older version of a page can land on a
+//! newer one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};

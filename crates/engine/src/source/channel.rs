@@ -230,7 +230,7 @@ pub(super) struct Channel {
     /// Its number, and what it and the others have yet to come to in a round.
     number: usize,
     turns: Arc<Turns<Owned>>,
-    /// Its own, in the order of their numbers: those that it has dealt with in this round.
+    /// Its own, in the order of their numbers; within a round those that it is done with.
     segments: Vec<Owned>,
     /// The number of the segment to begin with: where the last pass was cut short.
     first: usize,

@@ -81,7 +81,7 @@ pub(super) struct Copying {
     /// What the device state will come through, where the destination was asked to get ready and
     /// not heard to be.
     state: Option<Box<dyn Read + Send>>,
-    /// Whether a segment may go over any channel.
+    /// Whether pages may go over any channel.
     any_channel: bool,
     /// Connections that are lost.
     lost: Option<Lost>,

@@ -116,6 +116,7 @@ const FAR: &[Contestant] = &[
     Contestant::Multifd4,
     Contestant::Multifd8,
     Contestant::MultifdZstd,
+    Contestant::Multifd8Zstd,
     Contestant::PostCopy,
     Contestant::GodwitPostCopy,
 ];

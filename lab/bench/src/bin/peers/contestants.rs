@@ -16,6 +16,7 @@ pub(crate) enum Contestant {
     Multifd4,
     Multifd8,
     MultifdZstd,
+    Multifd8Zstd,
     Xbzrle,
     AutoConverge,
     DirtyLimit,
@@ -23,7 +24,7 @@ pub(crate) enum Contestant {
 }
 
 impl Contestant {
-    pub(crate) const ALL: [Self; 11] = [
+    pub(crate) const ALL: [Self; 12] = [
         Self::Godwit,
         Self::GodwitPostCopy,
         Self::Plain,
@@ -31,6 +32,7 @@ impl Contestant {
         Self::Multifd4,
         Self::Multifd8,
         Self::MultifdZstd,
+        Self::Multifd8Zstd,
         Self::Xbzrle,
         Self::AutoConverge,
         Self::DirtyLimit,
@@ -46,6 +48,7 @@ impl Contestant {
             Self::Multifd4 => "QEMU multifd 4",
             Self::Multifd8 => "QEMU multifd 8",
             Self::MultifdZstd => "QEMU multifd 2, zstd",
+            Self::Multifd8Zstd => "QEMU multifd 8, zstd",
             Self::Xbzrle => "QEMU xbzrle",
             Self::AutoConverge => "QEMU auto-converge",
             Self::DirtyLimit => "QEMU dirty-limit",
@@ -61,7 +64,8 @@ impl Contestant {
             Self::Multifd2 => Some(Style::Multifd(2)),
             Self::Multifd4 => Some(Style::Multifd(4)),
             Self::Multifd8 => Some(Style::Multifd(8)),
-            Self::MultifdZstd => Some(Style::Zstd),
+            Self::MultifdZstd => Some(Style::Zstd(2)),
+            Self::Multifd8Zstd => Some(Style::Zstd(8)),
             Self::Xbzrle => Some(Style::Xbzrle),
             Self::AutoConverge => Some(Style::AutoConverge),
             Self::DirtyLimit => Some(Style::DirtyLimit),

@@ -18,7 +18,7 @@ const DOWNTIME_LIMIT_MS: f64 = 300.0;
 const QEMU: [(&str, Style); 7] = [
     ("QEMU plain", Style::Plain),
     ("QEMU multifd 2", Style::Multifd(2)),
-    ("QEMU multifd 2, zstd", Style::Zstd),
+    ("QEMU multifd 2, zstd", Style::Zstd(2)),
     ("QEMU xbzrle", Style::Xbzrle),
     ("QEMU auto-converge", Style::AutoConverge),
     ("QEMU post-copy", Style::PostCopy { limited: true }),
