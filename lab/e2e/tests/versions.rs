@@ -160,7 +160,9 @@ fn a_microvm_moves_between_releases() -> anyhow::Result<()> {
         let vms: [&dyn Movable; 2] = [&pair.source, &pair.destination];
         let (migrate, receive, _) = begin(godwits, vms, [&["--verify"], &[]], false)?;
         let migrate = migrate.wait(LIMIT)?;
-        ensure!(receive.wait(LIMIT)?.status.success(), "the guest is there");
+        let receive = receive.wait(LIMIT)?;
+        let (here, there) = (&migrate.errors, &receive.errors);
+        ensure!(receive.status.success(), "{here} {there}");
         pair.check_moved(&migrate)?;
     }
     Ok(())

@@ -35,27 +35,42 @@ impl Claims {
     }
 
     /// Whether `run`, of a block, may come over `channel` in its round number `round`: it lies in
-    /// one segment, and what came of that in this round came over the same channel, or was none of
-    /// these pages. From here on they have come.
+    /// the block, and what came in this round of each of its segments came over the same channel,
+    /// or was none of these pages. From here on they have come.
     pub(super) fn claim(&self, (block, run): (usize, PageRun), channel: usize, round: u32) -> bool {
-        let number = run.start.0 / SEGMENT_PAGES;
-        let claim = self.0.get(block).and_then(|block| block.get(number as usize));
-        let run = PageRun::new(run.start.0 % SEGMENT_PAGES, run.count.0);
-        let Some(claim) = claim.filter(|_| run.end().0 <= SEGMENT_PAGES) else { return false };
-        let mut claim = claim.lock().unwrap_or_else(PoisonError::into_inner);
-        let Claim { round: last, channel: first, shared, came } = &mut *claim;
-        let anew = came.is_none() || *last != round;
-        let came = came.get_or_insert_with(|| DirtyBitmap::new(PageCount(SEGMENT_PAGES)));
+        let Some(block) = self.0.get(block) else { return false };
+        let mut at = run.start.0;
+        // A run is joined over segments, as holes are.
+        while at < run.end().0 {
+            let (segment, first) = (at / SEGMENT_PAGES, at % SEGMENT_PAGES);
+            let count = (SEGMENT_PAGES - first).min(run.end().0 - at);
+            let claim = block.get(segment as usize);
+            let comes = |claim: &Mutex<Claim>| {
+                let mut claim = claim.lock().unwrap_or_else(PoisonError::into_inner);
+                claim.comes(PageRun::new(first, count), channel, round)
+            };
+            if !claim.is_some_and(comes) {
+                return false;
+            }
+            at += count;
+        }
+        true
+    }
+}
+
+impl Claim {
+    /// Whether pages of the segment may come over `channel` in `round`.
+    fn comes(&mut self, pages: PageRun, channel: usize, round: u32) -> bool {
+        let anew = self.came.is_none() || self.round != round;
+        let came = self.came.get_or_insert_with(|| DirtyBitmap::new(PageCount(SEGMENT_PAGES)));
         if anew {
-            (*last, *first, *shared) = (round, channel, false);
+            (self.round, self.channel, self.shared) = (round, channel, false);
             came.clear_all();
         }
-        *shared |= *first != channel;
-        if *shared && came.count_in(run) > PageCount::ZERO {
-            return false;
-        }
-        came.set(run);
-        true
+        self.shared |= self.channel != channel;
+        let again = self.shared && came.count_in(pages) > PageCount::ZERO;
+        came.set(pages);
+        !again
     }
 }
 
@@ -97,11 +112,17 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_in_no_segment_or_in_two_comes_over_none() {
-        let claims = claims(2 * SEGMENT_PAGES);
-        let (over_the_end, behind) = (run(SEGMENT_PAGES - 1, 2), run(2 * SEGMENT_PAGES, 1));
+    fn a_run_may_reach_over_segments_but_not_over_the_block() {
+        let claims = claims(3 * SEGMENT_PAGES);
+        assert!(claims.claim((0, run(SEGMENT_PAGES - 1, SEGMENT_PAGES + 2)), 0, 0));
+        for page in [SEGMENT_PAGES - 1, SEGMENT_PAGES, 2 * SEGMENT_PAGES] {
+            assert!(!claims.claim((0, run(page, 1)), 1, 0), "{page} came");
+        }
+        assert!(claims.claim((0, run(2 * SEGMENT_PAGES + 1, 1)), 1, 0), "this did not");
+        let (over_the_end, behind) =
+            (run(3 * SEGMENT_PAGES - 1, u64::from(u32::MAX)), run(3 * SEGMENT_PAGES, 1));
         for (block, run) in [(0, over_the_end), (0, behind), (2, run(0, 1))] {
-            assert!(!claims.claim((block, run), 0, 0), "{block} {run:?}");
+            assert!(!claims.claim((block, run), 0, 1), "{block} {run:?}");
         }
     }
 }
