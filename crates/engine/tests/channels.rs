@@ -21,7 +21,10 @@ use godwit_wire::{
 use machine::{SIZES, Source, options};
 
 /// How long a slow channel takes for a frame.
-const SLOW: Duration = Duration::from_millis(100);
+const SLOW: Duration = Duration::from_millis(200);
+/// What a connection holds of what nobody has read yet. It would be as much as a segment where the
+/// kernel is left to decide.
+const UNREAD: usize = 64 << 10;
 
 /// Segments, by block and number, of which something came.
 type Segments = BTreeMap<(u32, u64), u64>;
@@ -61,6 +64,7 @@ fn over_each(
     fault: Option<Fault>,
 ) -> [Segments; 2] {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    socket2::SockRef::from(&listener).set_recv_buffer_size(UNREAD).unwrap();
     let to = listener.local_addr().unwrap().to_string().parse().unwrap();
     let receiving = std::thread::spawn(move || {
         let next = || {
@@ -106,7 +110,7 @@ fn over_each(
 #[test]
 fn a_channel_that_has_no_more_of_its_own_takes_a_segment_of_one_that_waits() {
     // Mutation: no channel takes what others have. Then `(1, 0)` comes over its own, channel 1,
-    // which is stuck with the segment before it: that is more than a connection holds by itself.
+    // which is stuck with the segment before it.
     let [first, second] = over_each(
         |offered| {
             assert!(offered.contains(Feature::AnyChannel));
