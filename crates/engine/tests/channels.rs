@@ -139,8 +139,9 @@ fn over_a_long_way_pages_of_a_segment_go_over_whichever_connection_takes_them() 
     second.iter().for_each(|(segment, pages)| *all.entry(*segment).or_default() += pages);
     let whole = [((0, 0), 4096), ((0, 1), SIZES[0] - 4096), ((1, 0), SIZES[1])];
     assert_eq!(all, Segments::from(whole), "each page once");
-    // Channel 1 has had its turn with the second one, and too few frames in which that fits.
-    assert!(first.contains_key(&(0, 1)) && second.contains_key(&(0, 1)), "{first:?} {second:?}");
+    // Whichever channel deals with a segment, the slow connection takes too few of its frames.
+    let over_both = first.keys().any(|segment| second.contains_key(segment));
+    assert!(over_both, "{first:?} {second:?}");
 
     // To a destination that knows no other way all go over their own, however long it is.
     let without = |offered: Features| offered.without(Feature::AnyChannel);
