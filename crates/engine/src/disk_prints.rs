@@ -66,6 +66,14 @@ pub(crate) fn parts(run: PageRun, most: u64) -> impl Iterator<Item = PageRun> {
     (start..end).step_by(most as usize).map(move |at| PageRun::new(at, most.min(end - at)))
 }
 
+/// `run` in parts that lie within a segment each.
+pub(crate) fn within_segments(run: PageRun) -> impl Iterator<Item = PageRun> {
+    let border = run.start.0.next_multiple_of(SEGMENT_PAGES).min(run.end().0);
+    let first = PageRun::new(run.start.0, border - run.start.0);
+    let rest = PageRun::new(border, run.end().0 - border);
+    parts(first, SEGMENT_PAGES).chain(parts(rest, SEGMENT_PAGES))
+}
+
 fn segment_run(segment: u64, pages: PageCount) -> PageRun {
     let start = segment * SEGMENT_PAGES;
     PageRun::new(start, SEGMENT_PAGES.min(pages.0.saturating_sub(start)))

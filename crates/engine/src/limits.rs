@@ -6,10 +6,6 @@
 
 use std::time::Duration;
 
-/// From this round trip on a way is long: hosts that are nearer are of one place, and a connection
-/// between them has its full rate at once.
-pub const LONG_WAY: Duration = Duration::from_millis(5);
-
 /// A TCP connection to the destination.
 pub const CONNECT: Duration = Duration::from_secs(10);
 /// A source that only asks, behind the answer, as long as it tries what the connection carries.

@@ -10,6 +10,8 @@ use godwit_bitmap::DirtyBitmap;
 use godwit_memory::SEGMENT_PAGES;
 use godwit_units::{PageCount, PageRun};
 
+use crate::disk_prints::within_segments;
+
 /// What came of a segment.
 #[derive(Debug, Default)]
 struct Claim {
@@ -38,23 +40,17 @@ impl Claims {
     /// the block, and what came in this round of each of its segments came over the same channel,
     /// or was none of these pages. From here on they have come.
     pub(super) fn claim(&self, (block, run): (usize, PageRun), channel: usize, round: u32) -> bool {
-        let Some(block) = self.0.get(block) else { return false };
-        let mut at = run.start.0;
-        // A run is joined over segments, as holes are.
-        while at < run.end().0 {
-            let (segment, first) = (at / SEGMENT_PAGES, at % SEGMENT_PAGES);
-            let count = (SEGMENT_PAGES - first).min(run.end().0 - at);
-            let claim = block.get(segment as usize);
-            let comes = |claim: &Mutex<Claim>| {
-                let mut claim = claim.lock().unwrap_or_else(PoisonError::into_inner);
-                claim.comes(PageRun::new(first, count), channel, round)
-            };
-            if !claim.is_some_and(comes) {
-                return false;
-            }
-            at += count;
+        let Some(segments) = self.0.get(block) else { return false };
+        if run.end().0 > segments.len() as u64 * SEGMENT_PAGES {
+            return false;
         }
-        true
+        // A run is joined over segments, as holes are.
+        within_segments(run).all(|part| {
+            let (segment, first) = (part.start.0 / SEGMENT_PAGES, part.start.0 % SEGMENT_PAGES);
+            let claim = segments[segment as usize].lock();
+            let pages = PageRun::new(first, part.count.0);
+            claim.unwrap_or_else(PoisonError::into_inner).comes(pages, channel, round)
+        })
     }
 }
 
@@ -121,7 +117,9 @@ mod tests {
         assert!(claims.claim((0, run(2 * SEGMENT_PAGES + 1, 1)), 1, 0), "this did not");
         let (over_the_end, behind) =
             (run(3 * SEGMENT_PAGES - 1, u64::from(u32::MAX)), run(3 * SEGMENT_PAGES, 1));
-        for (block, run) in [(0, over_the_end), (0, behind), (2, run(0, 1))] {
+        let far_behind = run(u64::MAX - 8, 8);
+        let wrong = [(0, over_the_end), (0, behind), (0, far_behind), (2, run(0, 1))];
+        for (block, run) in wrong {
             assert!(!claims.claim((block, run), 0, 1), "{block} {run:?}");
         }
     }

@@ -227,8 +227,7 @@ impl Owned {
 pub(super) struct Channel {
     sender: FrameSender,
     shared: Shared,
-    /// Its number, and what it and the others have yet to come to in a round.
-    number: usize,
+    /// What it and the others have yet to come to in a round.
     turns: Arc<Turns<Owned>>,
     /// Its own, in the order of their numbers; within a round those that it is done with.
     segments: Vec<Owned>,
@@ -244,16 +243,14 @@ pub(super) struct Channel {
 }
 
 impl Channel {
-    /// Channel `number`, to begin with these `segments`, in the order of their numbers.
+    /// A channel that begins with these `segments`, in the order of their numbers.
     pub(super) fn new(
         sender: FrameSender,
         (shared, turns): (Shared, &Arc<Turns<Owned>>),
-        number: usize,
         segments: Vec<Owned>,
     ) -> Self {
         Self {
             sender,
-            number,
             turns: Arc::clone(turns),
             segments,
             first: 0,
@@ -362,10 +359,10 @@ impl Channel {
         let first = std::mem::take(&mut self.first);
         let at = own.partition_point(|owned| owned.number < first);
         own.rotate_left(at);
-        self.turns.add(self.number, own);
+        self.turns.add(self.sender.number(), own);
         let mut left = Vec::new();
         let mut result = self.pass(order, &mut left);
-        let rest = self.turns.take_back(self.number);
+        let rest = self.turns.take_back(self.sender.number());
         if let Some(next) = rest.front() {
             self.first = next.number;
         } else if result.is_ok() {
@@ -381,9 +378,9 @@ impl Channel {
         let (table, link_share) =
             (Arc::clone(&self.shared.table), Arc::clone(&self.shared.link_share));
         let mut last = 0;
-        while let Some(mut owned) = self.turns.next(self.number) {
+        while let Some(mut owned) = self.turns.next(self.sender.number()) {
             if !order.last && !link_share.opens(|| table.hurries()) {
-                self.turns.put_back(self.number, owned);
+                self.turns.put_back(self.sender.number(), owned);
                 break;
             }
             let Owned { number, segment, named, .. } = owned;
@@ -391,7 +388,7 @@ impl Channel {
             if std::mem::replace(&mut last, number) > number {
                 self.hint = DataHint::default();
             }
-            owned.comes_to(self.number, order.round);
+            owned.comes_to(self.sender.number(), order.round);
             // Nothing is gained by leaving for later what is not there and was not named yet.
             let passes_by = !order.last && table.passes_by(number);
             let leave = match passes_by && !named && table.is_unsent(number) {

@@ -671,7 +671,7 @@ fn add_channels(
         let shared = (shared.clone(), &turns);
         let over = (Arc::clone(&wires), number, handle);
         lanes.add_memory(over, all, session.for_memory(), |sender| {
-            Channel::new(sender, shared, number, own)
+            Channel::new(sender, shared, own)
         })?;
     }
     Ok(())

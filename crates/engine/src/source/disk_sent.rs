@@ -11,7 +11,7 @@ use godwit_memory::{SEGMENT_PAGES, Segment, segments};
 use godwit_units::{PageCount, PageIndex, PageRun};
 
 use super::history::{History, SentOf};
-use crate::disk_prints::parts;
+use crate::disk_prints::within_segments;
 
 /// See the module.
 pub(super) struct DiskSent {
@@ -82,14 +82,6 @@ impl DiskSent {
             history: history.as_ref(),
         })
     }
-}
-
-/// `run` in parts that lie within a segment each.
-fn within_segments(run: PageRun) -> impl Iterator<Item = PageRun> {
-    let border = run.start.0.next_multiple_of(SEGMENT_PAGES).min(run.end().0);
-    let first = PageRun::new(run.start.0, border - run.start.0);
-    let rest = PageRun::new(border, run.end().0 - border);
-    parts(first, SEGMENT_PAGES).chain(parts(rest, SEGMENT_PAGES))
 }
 
 #[cfg(test)]

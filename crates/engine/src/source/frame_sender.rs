@@ -145,6 +145,11 @@ impl FrameSender {
         }
     }
 
+    /// The number of its channel.
+    pub(super) fn number(&self) -> usize {
+        self.number
+    }
+
     /// Whether from here on frames may go over any connection, where there are several: that is, no
     /// page is put into two of them.
     pub(super) fn spread(&mut self, spreads: bool) {

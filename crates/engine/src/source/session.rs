@@ -38,6 +38,9 @@ use crate::{Cancel, EngineError, Interrupt, limits, threads};
 const PEERS_LIMIT: usize = 256;
 /// Time for a test to do something in between.
 const HOLD: Duration = Duration::from_secs(4);
+/// From this round trip on a way is long: hosts that are nearer are of one place, and a connection
+/// between them has its full rate at once.
+const LONG_WAY: Duration = Duration::from_millis(5);
 /// Between two attempts to connect again.
 const RETRY: Duration = Duration::from_millis(200);
 
@@ -596,7 +599,7 @@ impl Session {
 
     /// Whether the way that `stream` was connected over is a long one.
     pub(super) fn is_long(&self, stream: &Stream) -> bool {
-        self.made_up.is(Fault::LongWay) || stream.connected_in() >= limits::LONG_WAY
+        self.made_up.is(Fault::LongWay) || stream.connected_in() >= LONG_WAY
     }
 
     pub(super) fn made_up(&self) -> MadeUp {
