@@ -146,6 +146,11 @@ cases: ## arbitrary bytes and rings for whatever listens to others: frames, NBD 
 publish-dry-run: ## pack the crates that are meant for others, build each from its package alone, and upload nothing
 	@$(CARGO) publish --dry-run --workspace --allow-dirty
 
+.PHONY: semver
+semver: ## whether what the crates meant for others offer fits their version, beside the release before (cargo-semver-checks)
+	@$(CARGO) semver-checks --version >/dev/null 2>&1 || { echo "installing cargo-semver-checks with cargo (six minutes)"; $(CARGO) install --quiet --locked cargo-semver-checks; }
+	@$(CARGO) run --quiet --package xtask -- semver
+
 .PHONY: check
 check: lint ## format, lints and the tests that need no QEMU
 	@$(CARGO) test --quiet --workspace --exclude godwit-e2e --exclude godwit-testbed --exclude godwit-faults && echo "all checks passed"

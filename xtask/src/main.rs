@@ -17,13 +17,13 @@ mod image;
 mod nats;
 mod previous;
 mod qemu;
+mod semver;
 mod witness;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-const USAGE: &str =
-    "usage: cargo run -p xtask -- guest|guest-database|witnesses|stamp|image|qemu|nats|book|deb
+const USAGE: &str = "usage: cargo run -p xtask -- CHORE
   guest   builds target/guest/vmlinuz and target/guest/initramfs.cpio
   guest-database  runs a guest that fills a database: its memory is target/guest/database.ram
   witnesses  makes target/witnesses: guests with a program and a check that are not ours
@@ -31,6 +31,8 @@ const USAGE: &str =
   image   makes target/image: that program as kernel and initramfs, as an ISO, and for cloud images
   qemu    installs QEMU and its image tools if missing, and unpacks QEMU 10 into target/qemu-10.0
   nats    unpacks a NATS server into target/nats
+  previous  builds the godwit of the release before: target/previous
+  semver  compares what the crates meant for others offer with the release before
   book    makes target/book/html of the documents
   deb     makes target/deb/godwit_VERSION_ARCHITECTURE.deb; --binary PATH for another build's
           program, --out DIR for another place";
@@ -46,6 +48,7 @@ fn main() -> ExitCode {
         "qemu" => qemu::provide(),
         "nats" => nats::provide(),
         "previous" => previous::provide(),
+        "semver" => semver::compare(),
         "book" => book::build(),
         "deb" => deb::build(std::env::args().skip(2)),
         _ => {

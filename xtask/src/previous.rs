@@ -6,37 +6,75 @@
 //! is skipped. The commit is in `lab/testbed/previous-release`.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, bail, ensure};
 
+use crate::apt;
+
 /// Where the commit is written down.
 const RELEASE: &str = "lab/testbed/previous-release";
+
+/// The release before this one, by its commit.
+#[derive(Clone, Debug)]
+pub(crate) struct Release {
+    commit: String,
+}
+
+impl Release {
+    /// The one that is written down in the checkout `root`.
+    pub(crate) fn of(root: &Path) -> anyhow::Result<Self> {
+        let text = fs::read_to_string(root.join(RELEASE)).context(RELEASE)?;
+        let commit = commit_in(&text).with_context(|| format!("{RELEASE} names no commit"))?;
+        Ok(Self { commit: commit.to_owned() })
+    }
+
+    /// Whether the history of `root` has it.
+    pub(crate) fn is_in_history(&self, root: &Path) -> bool {
+        let mut git = Command::new("git");
+        git.args(["cat-file", "-e", &format!("{}^{{commit}}", self.commit)]).current_dir(root);
+        git.stderr(Stdio::null()).status().is_ok_and(|status| status.success())
+    }
+
+    /// Puts its tree into `dir`, which is made anew.
+    pub(crate) fn unpack(&self, root: &Path, dir: &Path) -> anyhow::Result<()> {
+        apt::empty(dir)?;
+        let mut git = Command::new("git");
+        git.args(["archive", &self.commit]).current_dir(root).stdout(Stdio::piped());
+        let mut git = git.spawn().context("git")?;
+        let Some(archive) = git.stdout.take() else { bail!("git archive says nothing") };
+        let mut tar = Command::new("tar");
+        let unpacked = tar.arg("-x").arg("-C").arg(dir).stdin(archive).status().context("tar")?;
+        ensure!(unpacked.success() && git.wait()?.success(), "cannot unpack {}", self.commit);
+        Ok(())
+    }
+}
+
+/// What to do where the history does not have it.
+pub(crate) const SHALLOW: &str = "this checkout's history does not have the commit of the release \
+                                  before (a shallow clone? `git fetch --unshallow` gets it)";
 
 /// Builds it where it is not there yet.
 pub(crate) fn provide() -> anyhow::Result<()> {
     let root = crate::target_dir().with_file_name("");
-    let text = fs::read_to_string(root.join(RELEASE)).context(RELEASE)?;
-    let commit = commit_in(&text).with_context(|| format!("{RELEASE} names no commit"))?;
+    let release = Release::of(&root)?;
+    let commit = &release.commit;
     let dir = crate::target_dir().join("previous").join(commit);
     let program = dir.join("godwit");
     if program.is_file() {
         println!("{} is there", program.display());
         return Ok(());
     }
-    if !is_in_history(&root, commit) {
-        println!(
-            "the previous release cannot be built here: this checkout's history does not have its \
-             commit {commit} (a shallow clone? `git fetch --unshallow` gets it)"
-        );
+    if !release.is_in_history(&root) {
+        println!("the previous release cannot be built here: {SHALLOW}");
         return Ok(());
     }
     println!("building the godwit of the previous release, {commit} (once, a few minutes)");
     let began = Instant::now();
     let (source, build) = (dir.join("source"), dir.join("build"));
-    unpack(&root, commit, &source)?;
+    release.unpack(&root, &source)?;
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     // Its own Cargo.lock; what this one has downloaded serves for it.
     cargo.args(["build", "--quiet", "--locked", "--package", "godwit-cli", "--bin", "godwit"]);
@@ -64,28 +102,6 @@ fn commit_in(text: &str) -> Option<&str> {
     let commit = pairs.find(|(key, _)| key.trim() == "commit")?.1.trim();
     let hex = commit.len() == 40 && commit.bytes().all(|byte| byte.is_ascii_hexdigit());
     hex.then_some(commit)
-}
-
-fn is_in_history(root: &Path, commit: &str) -> bool {
-    let mut git = Command::new("git");
-    git.args(["cat-file", "-e", &format!("{commit}^{{commit}}")]).current_dir(root);
-    git.stderr(Stdio::null()).status().is_ok_and(|status| status.success())
-}
-
-/// Puts the tree of `commit` into `dir`.
-fn unpack(root: &Path, commit: &str, dir: &PathBuf) -> anyhow::Result<()> {
-    if dir.exists() {
-        fs::remove_dir_all(dir)?;
-    }
-    fs::create_dir_all(dir)?;
-    let mut git = Command::new("git");
-    git.args(["archive", commit]).current_dir(root).stdout(Stdio::piped());
-    let mut git = git.spawn().context("git")?;
-    let Some(archive) = git.stdout.take() else { bail!("git archive says nothing") };
-    let mut tar = Command::new("tar");
-    let unpacked = tar.arg("-x").arg("-C").arg(dir).stdin(archive).status().context("tar")?;
-    ensure!(unpacked.success() && git.wait()?.success(), "cannot unpack {commit}");
-    Ok(())
 }
 
 #[cfg(test)]

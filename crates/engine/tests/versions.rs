@@ -20,8 +20,8 @@ use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Failure, Survivor};
 use godwit_units::PageCount;
 use godwit_wire::{
-    BlockOffer, Feature, Features, FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN,
-    Message, Offer, Role, Secret, SessionId, Version, WireError, barrier_aux, seal,
+    AbortCode, BlockOffer, Feature, Features, FrameHeader, FrameKind, GREETING_LEN, Greeting,
+    HEADER_LEN, Message, Offer, Role, Secret, SessionId, Version, WireError, barrier_aux, seal,
 };
 
 use machine::{Destination, Source, options};
@@ -351,6 +351,23 @@ fn fingerprints_are_told_once_to_a_source_that_is_back_and_has_the_feature() {
     {
         let (told, why) = asks_for_prints(features, back);
         assert!(told == expected && out_of_place(&why), "{features} {back:?}: {told} {why}");
+    }
+}
+
+#[test]
+fn a_source_that_gives_up_before_its_channels_are_there_is_heard() {
+    // Mutation: who waits for channels does not listen. Then they are what it did without.
+    let source = Source::start(Duration::from_secs(60), Vec::new());
+    for reconnect in [Duration::ZERO, Duration::from_secs(60)] {
+        let (to, _told, receiving, _cancel) = receive(&source, reconnect);
+        let mut control = greet(&to, Version::V6);
+        let of_two = Offer { channels: 2, ..offer(&source, usual()) };
+        accepts(&mut control, Message::Offer(of_two));
+        let _one_of_two = join(&to, Role::Channel(0), 0);
+        let text = "no userfaultfd here".to_owned();
+        say(&mut control, &Message::Abort { code: AbortCode::Other, text });
+        let failure = receiving.join().unwrap().unwrap_err();
+        assert!(failure.to_string().contains("no userfaultfd here"), "{failure}");
     }
 }
 

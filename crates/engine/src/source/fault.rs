@@ -129,6 +129,16 @@ impl MadeUp {
         self.fault() == Some(fault)
     }
 
+    /// Says that it has struck, if the fault is `fault` and something shows that it `has`.
+    pub(super) fn tell_struck(self, fault: Fault, has: bool) {
+        #[cfg(feature = "test-hooks")]
+        if has && self.is(fault) {
+            crate::stamped::tell_struck();
+        }
+        #[cfg(not(feature = "test-hooks"))]
+        let _ = (fault, has);
+    }
+
     /// Ends this process if that is the fault.
     pub(super) fn strike_if(self, fault: Fault) {
         if self.is(fault) {

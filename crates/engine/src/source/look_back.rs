@@ -33,7 +33,7 @@ const THREADS_LIMIT: usize = 8;
 /// because the guest said that they are `free`. What was missed, if anything.
 pub(super) fn look_back(
     ram: &[RamBlock],
-    segments: Vec<Owned>,
+    segments: &[Owned],
     key: &Key,
     free: Option<&FreeHints>,
 ) -> Result<Option<EngineError>, EngineError> {

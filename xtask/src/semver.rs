@@ -1,0 +1,77 @@
+//! `make semver`: whether what the crates meant for others offer fits their version, compared with
+//! the release before.
+//!
+//! Keeps one promise: no crate is left out in silence. What the release before did not have cannot
+//! be compared, and is named. Comparing is cargo-semver-checks' work, which takes no crate that
+//! cannot be published.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, ensure};
+
+use crate::previous::{Release, SHALLOW};
+
+/// Compares all of them.
+pub(crate) fn compare() -> anyhow::Result<()> {
+    let root = crate::target_dir().with_file_name("");
+    let release = Release::of(&root)?;
+    ensure!(release.is_in_history(&root), "{SHALLOW}");
+    let place = crate::target_dir().join("semver");
+    let before = place.join("before");
+    release.unpack(&root, &before)?;
+    let new = new_crates(&root, &before)?;
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(["semver-checks", "--workspace", "--baseline-root"]).arg(&before);
+    for name in &new {
+        println!(
+            "godwit-{name}: the release before did not have it, so there is nothing to compare"
+        );
+        cargo.args(["--exclude", &format!("godwit-{name}")]);
+    }
+    cargo.current_dir(&root).env("CARGO_TARGET_DIR", &place);
+    let fits = cargo.status().context("cargo semver-checks")?.success();
+    std::fs::remove_dir_all(&before)?;
+    ensure!(
+        fits,
+        "the version fits less than what has changed: it is one for the whole workspace, in \
+         Cargo.toml"
+    );
+    Ok(())
+}
+
+/// The folders of `crates/` that were not there `before`, in order.
+fn new_crates(root: &Path, before: &Path) -> anyhow::Result<Vec<String>> {
+    let crates = |root: &Path| root.join("crates");
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(crates(root))? {
+        let name = entry?.file_name();
+        let manifest = |root: &Path| -> PathBuf { crates(root).join(&name).join("Cargo.toml") };
+        if manifest(root).is_file() && !manifest(before).is_file() {
+            names.push(name.to_string_lossy().into_owned());
+        }
+    }
+    names.sort_unstable();
+    Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_not_there_before_is_named() {
+        let root = std::env::temp_dir().join(format!("xtask-semver-{}", std::process::id()));
+        let (now, before) = (root.join("now"), root.join("before"));
+        for (at, name) in [(&now, "bitmap"), (&now, "tls"), (&now, "codec"), (&before, "codec")] {
+            let place = at.join("crates").join(name);
+            std::fs::create_dir_all(&place).unwrap();
+            std::fs::write(place.join("Cargo.toml"), "").unwrap();
+        }
+        // A folder alone is no crate.
+        std::fs::create_dir_all(before.join("crates/tls")).unwrap();
+        let new = new_crates(&now, &before);
+        std::fs::remove_dir_all(&root).unwrap();
+        assert_eq!(new.unwrap(), ["bitmap", "tls"]);
+    }
+}
