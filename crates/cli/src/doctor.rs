@@ -13,7 +13,7 @@ use godwit_engine::measure::{Measured, measure};
 use godwit_engine::security::DEFAULT_KEYS;
 use godwit_engine::source::{Inquiry, Options, Trial, inquire};
 use godwit_engine::{Cancel, EngineError};
-use godwit_qemu::{QemuSource, StateBy};
+use godwit_qemu::{ListedDisk, QemuSource, StateBy};
 use godwit_units::{ByteCount, PAGE_SIZE, Rate, format_duration};
 use serde_json::{Value, json};
 
@@ -125,7 +125,10 @@ fn of_host() -> Vec<Finding> {
     let keys = default_keys().unwrap_or_else(|| PathBuf::from(DEFAULT_KEYS));
     match std::env::current_exe() {
         Ok(program) => host(&program, &keys),
-        Err(error) => vec![Finding::bad("page tables", format!("could not be tried: {error}"))],
+        Err(error) => vec![
+            Finding::bad("page tables", format!("could not be tried: {error}"))
+                .cured("mount proc on /proc: godwit starts itself by /proc/self/exe"),
+        ],
     }
 }
 
@@ -152,20 +155,29 @@ fn of_vm(
     if arguments.disks_are_shared {
         vm = vm.sharing_disks();
     }
-    let mut findings = vec![of_devices(&vm)];
+    let mut findings = vec![of_qemu(&vm)];
+    match vm.devices() {
+        Ok(devices) if devices.is_empty() => {
+            findings.push(Finding::good("devices", "only those that the machine type has"));
+        }
+        Ok(devices) => findings.extend(
+            devices.iter().map(|device| Finding::good("device", format!("{device} can move"))),
+        ),
+        Err(error) => findings.push(Finding::bad("devices", error.to_string()).cured(ANSWERS)),
+    }
     match vm.disk_list() {
         Ok(disks) if disks.is_empty() => findings.push(Finding::good("disks", "none")),
-        Ok(disks) => findings.extend(disks.iter().map(|disk| {
-            Finding::good("disk", format!("'{}' ({}): {}", disk.name, disk.size, disk.file))
-        })),
-        Err(error) => findings.push(Finding::bad("disks", error.to_string())),
+        Ok(disks) => {
+            findings.extend(disks.iter().map(|disk| of_disk(disk, arguments.disks_are_shared)));
+        }
+        Err(error) => findings.push(Finding::bad("disks", error.to_string()).cured(ANSWERS)),
     }
     match vm.reporting().map(|reporting| reporting.advice()) {
         Ok(None) => {
             findings.push(Finding::good("free memory", "the guest tells of it: it is not sent"));
         }
         Ok(Some(advice)) => findings.push(Finding::note("free memory", advice)),
-        Err(error) => findings.push(Finding::bad("free memory", error.to_string())),
+        Err(error) => findings.push(Finding::bad("free memory", error.to_string()).cured(ANSWERS)),
     }
     match measure(&mut vm, TIME, cancel) {
         Ok(measured) => findings.extend(of_writes(&measured)),
@@ -174,15 +186,35 @@ fn of_vm(
     (findings, Some(vm))
 }
 
-fn of_devices(vm: &QemuSource) -> Finding {
+/// What to do about a monitor that does not answer.
+const ANSWERS: &str = "see whether QEMU answers its monitor at all, and who else uses it";
+
+/// How a disk is cached matters where both hosts use the same storage: a host that caches what the
+/// other has written since serves old data (libvirt calls that unsafe, `VIR_MIGRATE_UNSAFE`).
+fn of_disk(disk: &ListedDisk, shared: bool) -> Finding {
+    let ListedDisk { name, size, file, cache, .. } = disk;
+    let text = format!("'{name}' ({size}), cache={cache}: {file}");
+    if shared && !matches!(*cache, "none" | "directsync") {
+        return Finding::note("disk", text).cured(
+            "cache=none, unless its storage keeps the caches of both hosts alike: one of them may \
+             serve old data",
+        );
+    }
+    if *cache == "unsafe" {
+        return Finding::note("disk", text)
+            .cured("any other cache=: what the guest has flushed is lost with its host");
+    }
+    Finding::good("disk", text)
+}
+
+fn of_qemu(vm: &QemuSource) -> Finding {
     let (major, minor, micro) = vm.version();
     let by = match vm.state_by() {
         StateBy::Migration => "RAM in shared files",
         StateBy::Saving => "RAM of its own",
     };
     let text = format!(
-        "QEMU {major}.{minor}.{micro} with {by}; all of its devices can move; its memory is \
-         written by {}",
+        "QEMU {major}.{minor}.{micro} with {by}; its memory is written by {}",
         vm.writers().join(", ")
     );
     Finding::good("VM", text)

@@ -20,6 +20,11 @@ const LIMIT: f64 = 1000.0;
 /// Clocks that a guest reads without leaving KVM (kernel: arch/x86/kvm/x86.c, "master clock").
 const GOOD_CLOCKS: [&str; 2] = ["tsc", "hyperv_clocksource_tsc_page"];
 
+/// What lets another process be looked into (ptrace(2), "Ptrace access mode checking").
+const MAY_TRACE: &str = "run godwit as root, or give it CAP_SYS_PTRACE; in a container, and under \
+                         SELinux or AppArmor, ptrace must be allowed";
+const KEYS: &str = "make them anew by `godwit keys`, or name others by --keys";
+
 /// Tries what migrations need of this host, on a [`Subject`] that `program` becomes, with `keys` as
 /// the directory of this host's keys. Takes some milliseconds.
 ///
@@ -37,10 +42,13 @@ pub fn host(program: &Path, keys: &Path) -> Vec<Finding> {
     let mut findings = vec![kernel()];
     match Subject::start(program) {
         Ok(mut subject) => findings.extend(tried(&mut subject)),
-        Err(error) => findings.push(Finding::bad(
-            "page tables",
-            format!("could not be tried: {} as another process: {error}", program.display()),
-        )),
+        Err(error) => findings.push(
+            Finding::bad(
+                "page tables",
+                format!("could not be tried: {} as another process: {error}", program.display()),
+            )
+            .cured("let godwit start itself: its program must be there, and may be run"),
+        ),
     }
     findings.extend([rights(), kvm(), run_directory(), encryption(keys), memory(), huge_pages()]);
     findings.push(clock());
@@ -65,7 +73,7 @@ fn tried(subject: &mut Subject) -> Vec<Finding> {
             let cause = godwit_track::may_trace(subject.pid()).err();
             let text = cause.map_or_else(|| error.to_string(), |cause| cause.to_string());
             let text = format!("another process's memory cannot be read: {text}");
-            return vec![Finding::bad("memory access", text)];
+            return vec![Finding::bad("memory access", text).cured(MAY_TRACE)];
         }
     };
     let mut findings =
@@ -97,6 +105,7 @@ fn track(subject: &mut Subject, block: RamBlock) -> Result<(PagemapTracker, Find
     const WHAT: &str = "page tables";
     let bad = |error: &dyn std::fmt::Display| {
         Finding::bad(WHAT, format!("a process's writes cannot be tracked: {error}"))
+            .cured("let godwit trace other processes, or boot Linux 6.7 or newer")
     };
     let all = block.all();
     let tracker = PagemapTracker::start(subject.pid(), &[block]).map_err(|error| bad(&error))?;
@@ -152,10 +161,14 @@ fn govern(tracker: &PagemapTracker, subject: &mut Subject) -> Finding {
              governed, which costs it less: {error}"
         );
         Finding::note(WHAT, text)
+            .cured("let godwit open /dev/userfaultfd, or set vm.unprivileged_userfaultfd to 1")
     };
     let written = govern().map_err(|error| lacking(&error)).and_then(|()| {
         let writes = WRITTEN.iter().try_for_each(|page| subject.write(*page));
-        writes.map_err(|error| Finding::bad(WHAT, format!("a writer is held for ever: {error}")))
+        writes.map_err(|error| {
+            Finding::bad(WHAT, format!("a writer is held for ever: {error}"))
+                .cured("boot another kernel; --throttle vcpus does without")
+        })
     });
     let _ = tracker.govern(None);
     match written {
@@ -228,9 +241,13 @@ fn encryption(dir: &Path) -> Finding {
         (Ok(()), Ok(())) => {
             Finding::good(WHAT, format!("{} has keys for both sides", dir.display()))
         }
-        (Ok(()), Err(error)) => Finding::note(WHAT, format!("not as a destination: {error}")),
-        (Err(error), Ok(())) => Finding::note(WHAT, format!("not as a source: {error}")),
-        (Err(error), Err(_)) => Finding::bad(WHAT, error.to_string()),
+        (Ok(()), Err(error)) => {
+            Finding::note(WHAT, format!("not as a destination: {error}")).cured(KEYS)
+        }
+        (Err(error), Ok(())) => {
+            Finding::note(WHAT, format!("not as a source: {error}")).cured(KEYS)
+        }
+        (Err(error), Err(_)) => Finding::bad(WHAT, error.to_string()).cured(KEYS),
     }
 }
 
@@ -246,7 +263,8 @@ fn memory() -> Finding {
             });
             Finding::good(WHAT, format!("{free} of {all} are to be had for guests{huge}"))
         }
-        Err(error) => Finding::note(WHAT, format!("/proc/meminfo cannot be read: {error}")),
+        Err(error) => Finding::note(WHAT, format!("/proc/meminfo cannot be read: {error}"))
+            .cured("mount proc on /proc"),
     }
 }
 

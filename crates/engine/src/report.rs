@@ -609,49 +609,93 @@ impl fmt::Display for Place {
     }
 }
 
-/// What an audit has found: whether memory, and the disks that move along, arrived as they were
-/// sent, and whether all was sent.
+/// What an audit has found: its answers to four questions, each apart.
 ///
 /// ```
 /// # fn show(audit: &godwit_engine::report::Audit) {
-/// println!("{} of {} did not arrive as they were sent", audit.damaged, audit.pages);
+/// if !audit.sent.is_yes() {
+///     println!("{} pages were written and not sent", audit.sent.differing.0);
+/// }
 /// # }
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Audit {
-    /// Pages that were compared.
+    /// Pages that were compared, those of disks among them.
     #[serde(rename = "compared_pages", with = "pages")]
     pub pages: PageCount,
-    /// Of these, pages of which the destination holds something else than was sent last.
-    #[serde(rename = "damaged_pages", with = "pages")]
-    pub damaged: PageCount,
-    /// Of these, pages that hold something else at the source than was sent last.
-    #[serde(rename = "missed_pages", with = "pages")]
-    pub missed: PageCount,
-    /// The first that did not arrive as it was sent.
-    pub first_damaged: Option<Difference>,
-    /// The first that was not sent.
-    pub first_missed: Option<Difference>,
+    /// Did memory arrive as it was sent? What the destination holds of a page is what was sent of
+    /// it last.
+    pub memory: Answer,
+    /// Did the disks that move along? `None`: there are none.
+    pub disks: Option<Answer>,
+    /// Was everything sent? The source holds of each page, too, what was sent of it last.
+    pub sent: Answer,
+    /// Did it arrive in order? Of what did not arrive as it was sent, nothing is an older version.
+    pub order: Answer,
+}
+
+/// The answer to one question of an audit.
+///
+/// ```
+/// use godwit_engine::report::Answer;
+///
+/// assert!(Answer::default().is_yes());
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Answer {
+    /// Pages of which it is not so.
+    #[serde(rename = "differing_pages", with = "pages")]
+    pub differing: PageCount,
+    /// The first of them.
+    pub first: Option<Difference>,
+}
+
+impl Answer {
+    /// Whether it is so of all pages.
+    #[must_use]
+    pub fn is_yes(&self) -> bool {
+        self.differing == PageCount::ZERO
+    }
 }
 
 impl Audit {
-    /// Whether both answers are yes.
+    /// Whether all answers are yes.
     #[must_use]
     pub fn is_clean(&self) -> bool {
-        self.damaged == PageCount::ZERO && self.missed == PageCount::ZERO
+        [Some(&self.memory), self.disks.as_ref(), Some(&self.sent), Some(&self.order)]
+            .into_iter()
+            .flatten()
+            .all(Answer::is_yes)
     }
 }
 
 impl fmt::Display for Audit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { pages, damaged, missed, first_damaged, first_missed } = self;
-        match first_damaged {
-            None => write!(f, "all arrived as it was sent")?,
-            Some(first) => write!(f, "{} of {pages} did not arrive as sent: {first}", damaged.0)?,
+        let Self { pages, memory, disks, sent, order } = self;
+        let mut told_as_older = false;
+        for (what, answer) in [("memory", Some(memory)), ("disks", disks.as_ref())] {
+            let Some(answer) = answer else { continue };
+            match &answer.first {
+                None => write!(f, "{what} arrived as sent; ")?,
+                Some(first) => {
+                    let count = answer.differing.0;
+                    write!(f, "{what}: {count} of {pages} did not arrive as sent: {first}; ")?;
+                    told_as_older |= matches!(first, Difference::Older { .. });
+                }
+            }
         }
-        match first_missed {
-            None => write!(f, "; all of it was sent"),
-            Some(first) => write!(f, "; {} of {pages} were not sent: {first}", missed.0),
+        match &sent.first {
+            None => write!(f, "all of it was sent; ")?,
+            Some(first) => write!(f, "{} of {pages} were not sent: {first}; ", sent.differing.0)?,
+        }
+        match &order.first {
+            None => write!(f, "in order"),
+            Some(_) if told_as_older => {
+                write!(f, "not in order: older versions in {} places", order.differing.0)
+            }
+            Some(first) => {
+                write!(f, "not in order: older versions in {} places: {first}", order.differing.0)
+            }
         }
     }
 }

@@ -14,7 +14,7 @@ use godwit_engine::source::Options;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_policy::Settings;
 
-use machine::{Destination, Image, Source, SourceDisk, options, run};
+use machine::{Destination, Image, Source, SourceDisk, answers, options, run};
 
 /// One ends within a page, and within a dirty block; one has two segments.
 const DISKS: [(&str, u64); 2] = [("system", (17 << 20) + 1536), ("data", 3 << 20)];
@@ -118,8 +118,9 @@ fn an_audit_explains_what_a_disk_does_not_hold() {
     let failure = result.unwrap_err();
     assert_eq!(failure.survivor, Survivor::Source);
     let EngineError::Audit(audit) = &failure.cause else { panic!("{failure}") };
-    assert_eq!((audit.damaged.0, audit.missed.0), (1, 0), "{audit}");
-    let Some(Difference::Unknown { place, channel: Some(3), .. }) = &audit.first_damaged else {
+    assert_eq!(answers(audit), [0, 1, 0, 0], "{audit}");
+    let first = &audit.disks.as_ref().unwrap().first;
+    let Some(Difference::Unknown { place, channel: Some(3), .. }) = first else {
         panic!("{audit:?}")
     };
     assert_eq!(place.to_string(), "disk 'data' at 0x46000");
@@ -134,8 +135,8 @@ fn an_audit_finds_what_was_written_to_a_disk_and_not_reported() {
     let failure = moved(&mut source, &audit(), |_| {}).0.unwrap_err();
     assert_eq!(failure.survivor, Survivor::Source);
     let EngineError::Audit(audit) = &failure.cause else { panic!("{failure}") };
-    assert_eq!((audit.damaged.0, audit.missed.0), (0, 2), "{audit}");
-    let Some(Difference::NotReported { place, sent: Some(0), .. }) = &audit.first_missed else {
+    assert_eq!(answers(audit), [0, 0, 2, 0], "{audit}");
+    let Some(Difference::NotReported { place, sent: Some(0), .. }) = &audit.sent.first else {
         panic!("{audit:?}")
     };
     assert_eq!(place.to_string(), "disk 'system' at 0x0");

@@ -16,7 +16,7 @@ use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_policy::Settings;
 use godwit_units::PageIndex;
 
-use machine::{Destination, Source, options, run};
+use machine::{Destination, Source, answers, options, run};
 
 fn moved(source: &mut Source, options: &Options) -> (Result<Measures, Failure>, Option<bool>) {
     let settings =
@@ -160,8 +160,8 @@ fn an_audit_explains_what_was_missed_and_the_guest_stays() {
     let failure = moved(&mut source, &options).0.unwrap_err();
     assert_eq!(failure.survivor, Survivor::Source);
     let EngineError::Audit(audit) = &failure.cause else { panic!("{failure}") };
-    assert_eq!((audit.damaged.0, audit.missed.0), (0, 2));
-    let Some(Difference::NotReported { place, .. }) = &audit.first_missed else {
+    assert_eq!(answers(audit), [0, 0, 2, 0]);
+    let Some(Difference::NotReported { place, .. }) = &audit.sent.first else {
         panic!("{audit:?}")
     };
     assert_eq!((place.block.as_str(), place.offset), ("ram0", 17 << 12));

@@ -18,6 +18,9 @@ use crate::monitor::{Monitor, QmpError};
 use crate::process::{Process, descriptors};
 use crate::vhost_user::{self, Front};
 
+/// Where devices are that were plugged in under an id.
+pub(crate) const PERIPHERAL: &str = "/machine/peripheral";
+
 /// A QEMU process and its monitor.
 #[derive(Debug)]
 pub(crate) struct Machine {
@@ -185,7 +188,7 @@ impl Machine {
     /// All plugged devices: bus, name and type.
     pub(crate) fn devices(&mut self) -> Result<Vec<(&'static str, String, String)>, QmpError> {
         let mut devices = Vec::new();
-        for bus in ["/machine/peripheral", "/machine/peripheral-anon"] {
+        for bus in [PERIPHERAL, "/machine/peripheral-anon"] {
             for child in self.qmp.run(&QomList { path: bus })? {
                 let kind = child.kind.strip_prefix("child<");
                 if let Some(kind) = kind.and_then(|kind| kind.strip_suffix('>')) {

@@ -31,7 +31,7 @@ pub fn disks(disks: &[ListedDisk], json: bool) {
 /// A line for each of the guest's disks.
 pub fn disk_list(disks: &[ListedDisk]) -> String {
     let line = |disk: &ListedDisk| {
-        let ListedDisk { name, size, file, moves } = disk;
+        let ListedDisk { name, size, file, moves, .. } = disk;
         let name = say::line(name);
         if *moves {
             format!("disk '{name}' ({size}) moves along\n")
@@ -47,7 +47,8 @@ pub fn disk_list(disks: &[ListedDisk]) -> String {
 pub fn disks_json(disks: &[ListedDisk]) -> Vec<Value> {
     let one = |disk: &ListedDisk| {
         json!({
-            "name": disk.name, "size_bytes": disk.size.0, "file": disk.file, "moves": disk.moves,
+            "name": disk.name, "size_bytes": disk.size.0, "file": disk.file, "cache": disk.cache,
+            "moves": disk.moves,
         })
     };
     disks.iter().map(one).collect()

@@ -8,7 +8,7 @@ use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_untouched};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     DiskImage, Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, builds_for,
-    builds_in_turn_for, kvm_for,
+    builds_in_turn_for, images_for, kvm_for,
 };
 use godwit_units::ByteCount;
 use serde_json::Value;
@@ -111,12 +111,47 @@ fn doctor(godwit: &Godwit, fits: &TestVm, differs: &TestVm, to: &str) -> anyhow:
         let network = find("destination", "network").to_string();
         ensure!(network.contains("one connection carries") == (verdict == "good"), "{answer}");
         ensure!(find("destination", "guest")["verdict"] == verdict, "{answer}");
+        ensure!(find("vm", "devices")["verdict"] == "good", "{answer}");
+        let clocks = find("destination", "clocks").to_string();
+        ensure!(clocks.contains("apart") == (verdict == "good"), "{answer}");
         let others = findings.iter().filter(|it| it["what"] != "guest" && it["verdict"] == "bad");
         ensure!(others.count() == 0, "{answer}");
     }
     let nobody = godwit.run(&["doctor", "--vm", "qemu:/nowhere"])?;
     let said = String::from_utf8_lossy(&nobody.stdout);
     ensure!(nobody.status.code() == Some(1) && said.contains("/nowhere"), "{nobody:?}");
+    Ok(())
+}
+
+/// What `godwit doctor` says, in words, of a VM with a device and a disk.
+#[test]
+fn a_doctor_looks_at_each_device_and_disk() -> anyhow::Result<()> {
+    let test = "a_doctor_looks_at_each_device_and_disk";
+    if !images_for(test) {
+        return Ok(());
+    }
+    for build in builds_in_turn_for(test) {
+        let image = DiskImage::create("raw", ByteCount(1 << 20))?;
+        let drive = format!("file={},if=none,id=data,format=raw", image.path().display());
+        let plain = ["-drive", &drive, "-device", "virtio-blk-pci,drive=data,id=disk0"];
+        let cached = drive.clone() + ",cache=unsafe";
+        let risky = ["-drive", &cached, "-device", "virtio-blk-pci,drive=data,id=disk0"];
+        for (words, verdict, mode) in [(plain, "good", "writeback"), (risky, "note", "unsafe")] {
+            let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_extra(&words);
+            let mut vm = TestVm::source(&config)?;
+            vm.wait_ready(LIMIT)?;
+            let output = Godwit::built()?.run(&["doctor", "--vm", &vm.vm_name()])?;
+            let said = String::from_utf8(output.stdout)?;
+            ensure!(output.status.success(), "{said}");
+            let line = |words: &str| said.lines().find(|line| line.contains(words));
+            let device = line("virtio-blk-pci 'disk0' can move").unwrap_or_default();
+            ensure!(device.trim_start().starts_with("good  device"), "{said}");
+            let disk = line(&format!("cache={mode}")).unwrap_or_default();
+            ensure!(disk.trim_start().starts_with(&format!("{verdict}  disk")), "{said}");
+            ensure!(said.contains("cure: any other cache=") == (mode == "unsafe"), "{said}");
+            check_untouched(&mut vm)?;
+        }
+    }
     Ok(())
 }
 

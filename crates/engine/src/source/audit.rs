@@ -26,7 +26,7 @@ use super::history::{Sent, SentOf};
 use super::look_back::is_hole;
 use crate::EngineError;
 use crate::disk_prints::{READ_PAGES, parts};
-use crate::report::{Audit, Difference, Place};
+use crate::report::{Answer, Audit, Difference, Place};
 
 /// What both sides are compared by.
 pub(super) struct Auditor<'a> {
@@ -48,6 +48,36 @@ pub(super) struct Differing {
     damaged: Vec<(usize, u64, Fingerprint)>,
     /// They hold what was not sent.
     missed: Vec<(usize, u64)>,
+}
+
+/// One more page is counted, and the first one explained.
+fn count(answer: &mut Answer, explain: impl FnOnce() -> Option<Difference>) {
+    answer.differing = PageCount(answer.differing.0 + 1);
+    if answer.first.is_none() {
+        answer.first = explain();
+    }
+}
+
+/// The versions of the pages of one part that were sent before the last one.
+#[derive(Default)]
+struct Earlier(BTreeSet<(u64, u64)>);
+
+impl Earlier {
+    fn of(part: SentOf<'_>) -> Self {
+        let Some(history) = part.history else { return Self::default() };
+        let mut last = BTreeMap::new();
+        let mut earlier = BTreeSet::new();
+        for sent in &history.sent {
+            let page = history.first + u64::from(sent.page);
+            let before = last.insert(page, sent.print.word());
+            earlier.extend(before.map(|print| (page, print)));
+        }
+        Self(earlier)
+    }
+
+    fn has(&self, page: u64, print: Fingerprint) -> bool {
+        self.0.contains(&(page, print.word()))
+    }
 }
 
 impl Auditor<'_> {
@@ -137,20 +167,32 @@ impl Auditor<'_> {
         Ok(())
     }
 
-    /// What came of it, with the first difference of each kind explained.
+    /// What came of it, with the first page of each question explained.
     pub(super) fn conclude(&self, all: &[SentOf<'_>], differing: &Differing) -> Audit {
-        let damaged = differing.damaged.first();
-        let damaged =
-            damaged.map(|(number, page, there)| self.explain_damage(all, (*number, *page), *there));
-        let missed = differing.missed.first();
-        let missed = missed.and_then(|(number, page)| self.explain_miss(all[*number], *page));
-        Audit {
+        let mut audit = Audit {
             pages: PageCount(differing.pages),
-            damaged: PageCount(differing.damaged.len() as u64),
-            missed: PageCount(differing.missed.len() as u64),
-            first_damaged: damaged,
-            first_missed: missed,
+            memory: Answer::default(),
+            disks: (!self.disks.is_empty()).then(Answer::default),
+            sent: Answer::default(),
+            order: Answer::default(),
+        };
+        let mut earlier = (usize::MAX, Earlier::default());
+        for (number, page, there) in &differing.damaged {
+            let explain = || Some(self.explain_damage(all, (*number, *page), *there));
+            let of_disk = all[*number].segment.block >= self.ram.len();
+            let arrived = audit.disks.as_mut().filter(|_| of_disk).unwrap_or(&mut audit.memory);
+            count(arrived, explain);
+            if earlier.0 != *number {
+                earlier = (*number, Earlier::of(all[*number]));
+            }
+            if earlier.1.has(*page, *there) {
+                count(&mut audit.order, explain);
+            }
         }
+        for (number, page) in &differing.missed {
+            count(&mut audit.sent, || self.explain_miss(all[*number], *page));
+        }
+        audit
     }
 
     /// The name of RAM block or disk `number`, and whether it is a disk.
@@ -310,5 +352,58 @@ mod tests {
         let told = "not reported as written since it was sent in round 0 over channel 3, and was \
                     unchanged in round 3: the tracker missed it";
         assert!(found.to_string().ends_with(told), "{found}");
+    }
+
+    #[test]
+    fn four_questions_are_answered_apart() {
+        // Mutations: all that differs counts as older; what a disk holds counts as memory's.
+        let key = Key::new(7);
+        let [old, new, odd] = [1, 2, 3].map(|byte| key.page(&[byte; 4096]));
+        let ram = [RamBlock::anonymous("ram", PageCount(16)).unwrap()];
+        let disks = ["vda".to_owned()];
+        let auditor = Auditor { ram: &ram, key, free: None, channels: 1, disks: &disks };
+        let run = PageRun::new(0, 16);
+        let history = |block| {
+            let mut history = History::new(Segment { block, run }, Instant::now());
+            history.reported(run, 0);
+            for (round, print) in [(0, old), (3, new)] {
+                history.sent(run, print, (round, 1), false);
+            }
+            history
+        };
+        let (of_memory, of_disk) = (history(0), history(1));
+        let part = |block, history| SentOf {
+            segment: Segment { block, run },
+            prints: None,
+            history: Some(history),
+        };
+        let all = [part(0, &of_memory), part(1, &of_disk)];
+        let answers = |damaged: &[(usize, u64, Fingerprint)], missed: &[(usize, u64)]| {
+            let (damaged, missed) = (damaged.to_vec(), missed.to_vec());
+            let audit = auditor.conclude(&all, &Differing { pages: 32, damaged, missed });
+            let disks = audit.disks.as_ref().unwrap().differing;
+            let pages = [audit.memory.differing, disks, audit.sent.differing];
+            (pages.map(|count| count.0), audit.order.differing.0, audit.to_string())
+        };
+        let (pages, older, said) = answers(&[], &[]);
+        assert_eq!((pages, older), ([0, 0, 0], 0));
+        assert_eq!(
+            said,
+            "memory arrived as sent; disks arrived as sent; all of it was sent; in order"
+        );
+        let (pages, older, said) = answers(&[(0, 5, odd), (0, 6, old), (1, 7, odd)], &[(1, 9)]);
+        assert_eq!((pages, older), ([2, 1, 1], 1));
+        for words in [
+            "memory: 2 of 32 pages did not arrive as sent: RAM block 'ram' at 0x5000 holds bytes that",
+            "disks: 1 of 32 pages did not arrive as sent: disk 'vda' at 0x7000",
+            "1 of 32 pages were not sent: disk 'vda' at 0x9000",
+            "not in order: older versions in 1 places: RAM block 'ram' at 0x6000 holds the version",
+        ] {
+            assert!(said.contains(words), "{words}: {said}");
+        }
+        // What is explained already is not said twice.
+        let (pages, older, said) = answers(&[(0, 6, old)], &[]);
+        assert_eq!((pages, older), ([1, 0, 0], 1));
+        assert!(said.ends_with("not in order: older versions in 1 places"), "{said}");
     }
 }

@@ -603,9 +603,7 @@ impl Copying {
         let now = (stage, round, round_ended);
         let mut progress = self.convergence.progress(now, &source.meter, &self.disks, &self.lanes);
         progress.severed = self.outage().map(Outage::shown);
-        let left = (progress.remaining, progress.bandwidth);
-        progress.advice =
-            progress.advice.map(|advice| with_post_copy(advice, source.may_leave, left));
+        progress.advice = with_post_copy(&progress, source.may_leave);
         source.handle.report(&progress);
         (source.progress)(&progress);
     }

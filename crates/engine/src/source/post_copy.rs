@@ -10,30 +10,40 @@ use std::time::{Duration, Instant};
 use godwit_bitmap::DirtyBitmap;
 use godwit_policy::{Decision, PostCopy};
 use godwit_protocol::source::{LastPages, State};
-use godwit_units::{ByteCount, Rate, format_duration};
+use godwit_units::{ByteCount, format_duration};
 use godwit_wire::{Feature, Features};
 
 use super::random::new_salt;
 use super::{Source, Verify};
 use crate::remainder::{self, Mark};
-use crate::report::Stage;
+use crate::report::{Progress, Stage};
 use crate::{EngineError, limits, threads};
 
-/// `advice` for a guest that does not come to an end, with what post-copy would be like and would
-/// risk, where it is `possible`: what remains follows by this bandwidth.
-pub(super) fn with_post_copy(
-    advice: String,
-    possible: bool,
-    (remaining, bandwidth): (ByteCount, Option<Rate>),
-) -> String {
-    match bandwidth.and_then(|bandwidth| bandwidth.time_for(remaining)) {
-        Some(time) if possible => format!(
-            "{advice}; or have it leave first (godwit switchover --postcopy): {remaining} of its \
-             memory would follow within {}, and it is lost if one of both hosts ends meanwhile",
+/// The advice that goes with `progress` where post-copy is `possible`: what it would be like and
+/// would risk, for a guest that does not come to an end, and for one that is held back and would be
+/// gone sooner without that. Disks come before such a guest leaves, so with them nothing can be
+/// compared.
+pub(super) fn with_post_copy(progress: &Progress, possible: bool) -> Option<String> {
+    let advice = progress.advice.clone();
+    let remaining = progress.remaining;
+    let follows = progress.bandwidth.and_then(|bandwidth| bandwidth.time_for(remaining));
+    let Some(follows) = follows.filter(|_| possible) else { return advice };
+    let way = |time| {
+        format!(
+            "(godwit switchover --postcopy): {remaining} of its memory would follow within {}, \
+             and it is lost if one of both hosts ends meanwhile",
             format_duration(time)
-        ),
-        _ => advice,
+        )
+    };
+    if let Some(advice) = advice {
+        return Some(format!("{advice}; or have it leave first {}", way(follows)));
     }
+    let held = progress.throttle > 0.0 || progress.dirty_rate_limit.is_some();
+    let still = progress.remaining_time.filter(|_| held && progress.disks.is_empty())?.low;
+    (follows * 2 < still).then(|| {
+        let still = format_duration(still);
+        format!("the guest is held back for {still} more at least; it could leave {}", way(follows))
+    })
 }
 
 /// A thread that writes a copy. When this is dropped before it has ended, it is to end, and nothing
@@ -241,15 +251,46 @@ impl Source<'_> {
 mod tests {
     use super::*;
 
+    /// How a guest stands that is held back, with 256 MiB left at 128 MiB/s, where the end is so
+    /// many seconds away.
+    fn held_back(seconds: u64) -> Progress {
+        let end = seconds * 1000;
+        serde_json::from_value(serde_json::json!({
+            "elapsed_ms": 0.0, "stage": "pre-copy", "round": 3, "round_ended": true,
+            "sent_bytes": 0, "remaining_bytes": 256 << 20, "dirty_bytes_per_second": null,
+            "bandwidth_bytes_per_second": 128 << 20, "throttle": 0.5, "guest_speed": null,
+            "remaining_time": { "low_ms": end, "mid_ms": end * 2, "high_ms": end * 4 },
+            "expected_downtime_ms": null, "delayed_segments": 0, "advice": null, "warning": null,
+        }))
+        .unwrap()
+    }
+
     #[test]
     fn advice_tells_of_post_copy_where_that_can_be() {
-        let left = (ByteCount(256 << 20), Some(Rate::from_bytes_per_second(128.0 * 1_048_576.0)));
-        let told = with_post_copy("quieten it".to_owned(), true, left);
+        let stuck = Progress { advice: Some("quieten it".to_owned()), ..held_back(0) };
+        let told = with_post_copy(&stuck, true).unwrap();
         assert!(told.starts_with("quieten it; or have it leave first"), "{told}");
         assert!(told.contains("256MiB of its memory would follow within 2s"), "{told}");
-        for (possible, bandwidth) in [(false, left.1), (true, None)] {
-            let told = with_post_copy("quieten it".to_owned(), possible, (left.0, bandwidth));
-            assert_eq!(told, "quieten it");
+        let unknown = Progress { bandwidth: None, ..stuck.clone() };
+        for told in [with_post_copy(&stuck, false), with_post_copy(&unknown, true)] {
+            assert_eq!(told.as_deref(), Some("quieten it"));
         }
+    }
+
+    #[test]
+    fn a_guest_that_is_held_back_for_longer_than_its_memory_would_take_could_leave() {
+        // Mutations: it is not compared; told of a guest that nobody slows, or whose disks are
+        // still to come.
+        let told = with_post_copy(&held_back(5), true).unwrap();
+        assert!(told.contains("held back for 5s more at least; it could leave (godwit"), "{told}");
+        assert!(told.contains("follow within 2s, and it is lost if one of both hosts"), "{told}");
+        let governed = Progress { throttle: 0.0, dirty_rate_limit: Some(9.0), ..held_back(5) };
+        assert!(with_post_copy(&governed, true).is_some());
+        assert_eq!(with_post_copy(&held_back(5), false), None);
+        assert_eq!(with_post_copy(&held_back(4), true), None, "no gain that is worth the risk");
+        let free = Progress { throttle: 0.0, ..held_back(5) };
+        assert_eq!(with_post_copy(&free, true), None);
+        let unknown = Progress { remaining_time: None, ..held_back(5) };
+        assert_eq!(with_post_copy(&unknown, true), None);
     }
 }

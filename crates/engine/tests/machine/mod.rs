@@ -19,7 +19,7 @@ use godwit_disk::{Disk, DiskChoice, DiskReader, DiskRound, DiskSink};
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, receive};
 use godwit_engine::handle::MigrationHandle;
-use godwit_engine::report::Measures;
+use godwit_engine::report::{Audit, Measures};
 use godwit_engine::source::{Options, Verify, migrate};
 use godwit_engine::vm::{
     ArrivingPages, Ask, Brake, DestinationVm, DiskDestination, DiskVm, Kept, PostCopyDestination,
@@ -615,6 +615,12 @@ pub fn options(channels: u8, verify: bool) -> Options {
     let to = Address::Tcp(String::new());
     let verify = if verify { Verify::Live } else { Verify::No };
     Options { verify, channels, reconnect: Duration::ZERO, ..Options::new(to) }
+}
+
+/// Of how many pages the answers of `audit` are no: memory, disks, sent, order.
+pub fn answers(audit: &Audit) -> [u64; 4] {
+    let disks = audit.disks.clone().unwrap_or_default();
+    [&audit.memory, &disks, &audit.sent, &audit.order].map(|answer| answer.differing.0)
 }
 
 /// Runs one migration of `source` into `destination`; the outcome at the source.

@@ -18,6 +18,7 @@ pub(crate) struct Medium {
     pub(crate) node: String,
     pub(crate) size: ByteCount,
     read_only: bool,
+    cache: &'static str,
     file: String,
     format: String,
     /// The files that it is made of: the image, those behind it, and where one keeps its data.
@@ -33,6 +34,9 @@ pub struct ListedDisk {
     pub size: ByteCount,
     /// The image, as QEMU calls it.
     pub file: String,
+    /// How the host caches it, as `-drive cache=` has it: `none`, `writeback`, `writethrough`,
+    /// `directsync` or `unsafe`.
+    pub cache: &'static str,
     /// Whether it moves along.
     pub moves: bool,
 }
@@ -104,6 +108,7 @@ fn drive(block: Block) -> Drive {
         node,
         size: ByteCount(inserted.image.virtual_size),
         read_only: inserted.ro,
+        cache: inserted.cache.mode(),
         files: files(&inserted.image),
         file: inserted.image.filename,
         format: inserted.image.format,
@@ -175,6 +180,7 @@ impl Drive {
             name: self.names.first().cloned().unwrap_or_default(),
             size: medium.size,
             file: medium.files.first().cloned().unwrap_or_default(),
+            cache: medium.cache,
             moves: moving.iter().any(|disk| disk.node == medium.node),
         })
     }
@@ -326,6 +332,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::monitor::commands::Cache;
 
     fn guest() -> Vec<Drive> {
         let medium = |node: &str, ro: bool, size: u64, format: &str| {
@@ -349,6 +356,22 @@ mod tests {
         let choice = DiskChoice::Named(names.iter().map(|&name| name.to_owned()).collect());
         let chosen = choose(&guest(), &choice).map_err(|error| error.to_string())?;
         Ok(chosen.into_iter().map(|disk| disk.name).collect())
+    }
+
+    #[test]
+    fn how_a_disk_is_cached_has_the_word_of_the_command_line() {
+        // The table of `cache=` in qemu(1).
+        let mode = |writeback: bool, direct: bool, no_flush: bool| {
+            let cache = json!({ "writeback": writeback, "direct": direct, "no-flush": no_flush });
+            serde_json::from_value::<Cache>(cache).unwrap().mode()
+        };
+        assert_eq!(mode(true, false, false), "writeback");
+        assert_eq!(mode(true, true, false), "none");
+        assert_eq!(mode(false, false, false), "writethrough");
+        assert_eq!(mode(false, true, false), "directsync");
+        assert_eq!(mode(true, false, true), "unsafe");
+        let told = serde_json::from_value::<Cache>(json!({ "direct": true })).unwrap();
+        assert_eq!(told.mode(), "none", "of what is not told the usual holds");
     }
 
     #[test]

@@ -251,8 +251,32 @@ pub(crate) struct Inserted {
 }
 
 #[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) struct Cache {
     pub(crate) direct: bool,
+    #[serde(default = "usual")]
+    writeback: bool,
+    #[serde(default)]
+    no_flush: bool,
+}
+
+/// What is told of is not the same everywhere.
+fn usual() -> bool {
+    true
+}
+
+impl Cache {
+    /// The word that `-drive cache=` has for it (qemu(1)). Without flushes there is one word for
+    /// both, as nothing of it survives the host.
+    pub(crate) fn mode(&self) -> &'static str {
+        match (self.writeback, self.direct, self.no_flush) {
+            (_, _, true) => "unsafe",
+            (true, false, false) => "writeback",
+            (true, true, false) => "none",
+            (false, false, false) => "writethrough",
+            (false, true, false) => "directsync",
+        }
+    }
 }
 
 /// An image and those behind it.

@@ -49,7 +49,7 @@ use crate::guard::{self, Guard, Left, Stage};
 use crate::left;
 use crate::libvirt::SourceDomain;
 use crate::limits::Limits;
-use crate::machine::{Machine, Reporting};
+use crate::machine::{self, Machine, Reporting};
 use crate::mark::{LEFT, record_in};
 use crate::monitor::commands::{AnnounceSelf, CloseFd, QueryMigrate};
 use crate::monitor::{Event, Monitor, QmpError, Queued};
@@ -438,6 +438,20 @@ impl QemuSource {
     pub fn disk_list(&mut self) -> Result<Vec<ListedDisk>, QemuError> {
         let drives = self.drives()?;
         Ok(drives.iter().filter_map(|drive| drive.listed(&self.moving)).collect())
+    }
+
+    /// The devices that were plugged in, for people: type, and id where somebody gave one. All of
+    /// them can move: a QEMU with one that cannot is not opened.
+    ///
+    /// # Errors
+    /// When the monitor fails.
+    pub fn devices(&mut self) -> Result<Vec<String>, QemuError> {
+        let devices = self.machine.devices()?.into_iter();
+        let word = |(bus, id, kind): (&str, String, String)| match bus {
+            machine::PERIPHERAL => format!("{kind} '{id}'"),
+            _ => kind,
+        };
+        Ok(devices.map(word).collect())
     }
 
     /// All drives, by the names that their owner knows.
