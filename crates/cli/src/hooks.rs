@@ -1,6 +1,9 @@
 //! Options by which tests make up faults. Only a build with the feature `test-hooks` has them, and
 //! even that shows them in no help.
 
+use std::fs::File;
+use std::io;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -39,9 +42,22 @@ pub(crate) struct Receive {
     /// Place pages wrongly
     #[arg(long, hide = true)]
     defect: Option<DestinationDefect>,
+
+    /// Write down what comes when the guest runs here already
+    #[arg(long, hide = true)]
+    placed: Option<PathBuf>,
 }
 
 impl Receive {
+    /// Opens what is to be written to.
+    pub(crate) fn open(&self) -> io::Result<()> {
+        if let Some(path) = &self.placed {
+            let file = File::options().create(true).append(true).open(path)?;
+            destination::write_placed(file);
+        }
+        Ok(())
+    }
+
     pub(crate) fn faults(&self) -> destination::Faults {
         destination::Faults {
             slow_channel: self.slow_channel,

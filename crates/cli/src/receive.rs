@@ -193,6 +193,11 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         output::refusal(&error, arguments.json);
         return ExitCode::from(FAILED);
     }
+    #[cfg(feature = "test-hooks")]
+    if let Err(error) = arguments.hooks.open() {
+        output::refusal(&error, arguments.json);
+        return ExitCode::from(FAILED);
+    }
     let cancel = process::cancel_on_signals();
     let json = arguments.json;
     let mut again = None;

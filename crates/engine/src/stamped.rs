@@ -1,10 +1,12 @@
 //! Which pages the guest of the tests checks, and a word that one of them is wrong on purpose.
 //! Only a build with the feature `test-hooks` has this.
 
+use std::fs::File;
 use std::io::Write;
-use std::sync::Once;
+use std::sync::{Once, OnceLock};
 
-use godwit_units::{PAGE_SIZE, PageIndex};
+use godwit_fingerprints::Key;
+use godwit_units::{PAGE_SIZE, PageIndex, PageRun};
 
 /// Where `godwit-stamp` has the three copies of a page's stamp, in bytes, and how long one is.
 const STAMPS: [usize; 3] = [0, 2048, 4072];
@@ -33,6 +35,49 @@ pub(crate) fn tell_struck() {
     ONCE.call_once(|| {
         let _ = std::io::stderr().write_all(b"made up: the defect has struck\n");
     });
+}
+
+/// Where it is written down what has come of pages that followed.
+static PLACED: OnceLock<File> = OnceLock::new();
+
+/// Of a page that has come when the guest ran here already: its number in the largest RAM block,
+/// and the word of its fingerprint under the key of seed 0, 16 bytes of little-endian numbers.
+///
+/// ```
+/// let (page, print) = godwit_engine::destination::placed_page(&[7; 16]);
+/// assert_eq!(page, print);
+/// ```
+#[must_use]
+pub fn placed_page(record: &[u8; 16]) -> (u64, u64) {
+    let word = |at: usize| {
+        record[at..at + 8].iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
+    };
+    (word(0), word(8))
+}
+
+/// From here on the pages of the largest RAM block that come when the guest runs here already are
+/// written to the end of `file`, as [`placed_page`] reads them.
+pub fn write_placed(file: File) {
+    let _ = PLACED.set(file);
+}
+
+/// What has come of `run` of a block, of data or, without bytes, of zeros; the block is the largest
+/// one.
+pub(crate) fn note_placed(run: PageRun, bytes: Option<&[u8]>) {
+    let Some(mut file) = PLACED.get() else { return };
+    let key = Key::new(0);
+    let mut records = Vec::with_capacity(16 * run.count.0 as usize);
+    for index in 0..run.count.0 {
+        let page = |bytes: &[u8]| {
+            let at = PageIndex(index).offset() as usize;
+            key.page(&bytes[at..at + PAGE_SIZE as usize])
+        };
+        records.extend_from_slice(&(run.start.0 + index).to_le_bytes());
+        records.extend_from_slice(&bytes.map_or(key.zero(), page).word().to_le_bytes());
+    }
+    // In one piece, or nothing: others write to it as well.
+    let written = file.write(&records);
+    assert!(written.is_ok_and(|written| written == records.len()), "no room for what was placed");
 }
 
 #[cfg(test)]

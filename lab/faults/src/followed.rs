@@ -4,11 +4,16 @@
 //! Some of the guests have a copy of what they lack in a third place: the host that they left may
 //! end, too.
 //!
-//! Keeps two promises: a fault counts as one of post-copy only where pages were missing when it
-//! struck; and behind each move exactly one side has the guest, which has found no damage, and
-//! nothing of godwit's is left but, where the source was lost, a `godwit receive` that waits two
-//! minutes for it, and its record.
+//! Keeps three promises: a fault counts as one of post-copy only where pages were missing when it
+//! struck; behind each move exactly one side has the guest, which has found no damage, and nothing
+//! of godwit's is left but, where the source was lost, a `godwit receive` that waits two minutes
+//! for it, and its record; and where the source's memory is in a file, which stays as it was when
+//! the guest stopped there, each page that came behind it is compared with that.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -17,21 +22,18 @@ use godwit_e2e::{
     LIMIT, Pair, Third, await_quit, check_moved, check_no_userfaultfd, check_untouched,
     follow_records, guardian_of, recover_knows,
 };
-use godwit_testbed::{Link, Movable, Running, VmConfig};
+use godwit_engine::destination::placed_page;
+use godwit_fingerprints::Key;
+use godwit_testbed::{Backend, Link, Movable, Running, VmConfig};
+use godwit_units::{PAGE_SIZE, PageIndex};
 use rustix::process::Signal;
 use serde_json::Value;
 
 /// So slow that the memory of a small guest takes a few seconds.
-const SLOW: [&str; 8] = [
-    "--max-bandwidth",
-    "60MiB/s",
-    "--compression",
-    "none",
-    "--reconnect",
-    "60s",
-    "--postcopy",
-    "now",
-];
+const SLOW: [&str; 7] =
+    ["--max-bandwidth", "60MiB/s", "--compression", "none", "--reconnect", "60s", "--postcopy"];
+/// When guests leave: at once, or behind a first pass, of which what was written since is missing.
+const WHEN: [&str; 4] = ["now", "now", "now", "after 1"];
 /// From the beginning of a migration, or from the fault before, to the next one, at the most.
 const BETWEEN: Duration = Duration::from_millis(900);
 const LOOK: Duration = Duration::from_millis(20);
@@ -66,6 +68,8 @@ pub struct Counts {
     pub moves: u32,
     /// The same.
     pub stayed: u32,
+    /// Pages that came behind a guest, and were compared with its source's memory.
+    pub compared: u64,
 }
 
 impl Counts {
@@ -77,6 +81,7 @@ impl Counts {
         self.others += other.others;
         self.moves += other.moves;
         self.stayed += other.stayed;
+        self.compared += other.compared;
     }
 }
 
@@ -113,6 +118,54 @@ struct Move<'a> {
     third: Option<Third>,
     /// The source was lost.
     lost: bool,
+    /// When the guest is to leave.
+    when: &'static str,
+    placed: Placed,
+}
+
+/// What `godwit receive` writes down of pages that come behind the guest, however many of them are
+/// started one after the other.
+struct Placed(Option<PathBuf>);
+
+impl Placed {
+    /// Of a guest of `config`, if its memory is in a file.
+    fn of(config: &VmConfig) -> Self {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("godwit-placed-{}-{number}", std::process::id());
+        let file = std::env::temp_dir().join(name);
+        Self((config.backend == Backend::SharedFile).then_some(file))
+    }
+
+    fn option(&self) -> Option<[String; 2]> {
+        let path = self.0.as_ref()?.display().to_string();
+        Some(["--placed".to_owned(), path])
+    }
+
+    /// Compares all of it with the memory that the guest has left in `ram`; how many pages.
+    fn compare(&self, ram: &Path) -> anyhow::Result<u64> {
+        let Some(path) = &self.0 else { return Ok(0) };
+        let records = std::fs::read(path).context("nothing was written down")?;
+        let (ram, key) = (File::open(ram)?, Key::new(0));
+        let (records, rest) = records.as_chunks::<16>();
+        ensure!(rest.is_empty() && !records.is_empty(), "half a page is written down, or none");
+        let mut bytes = vec![0; PAGE_SIZE as usize];
+        for record in records {
+            let (page, print) = placed_page(record);
+            ram.read_exact_at(&mut bytes, PageIndex(page).offset())?;
+            let came = key.page(&bytes).word() == print;
+            ensure!(came, "page {page} came otherwise than it was at the source");
+        }
+        Ok(records.len() as u64)
+    }
+}
+
+impl Drop for Placed {
+    fn drop(&mut self) {
+        if let Some(path) = &self.0 {
+            let _ = std::fs::remove_file(path);
+        }
+    }
 }
 
 /// Moves a guest of `config` while `faults` strike, one after the other.
@@ -123,9 +176,12 @@ pub fn run(config: &VmConfig, faults: &[Fault], rng: &mut Rng) -> anyhow::Result
     let mut pair = Pair::start(config)?;
     let third = faults.contains(&Fault::LoseSource).then(Third::new).transpose()?;
     let safe = third.as_ref().map(Third::option);
-    let (receive, address) = pair.godwit.receive(&pair.destination, &options(&[], &safe))?;
+    let (when, placed) = (WHEN[rng.usize(..WHEN.len())], Placed::of(config));
+    let own = placed.option();
+    let (receive, address) = pair.godwit.receive(&pair.destination, &options(&own, &safe))?;
     let link = Link::to(&address)?;
-    let migrate = pair.godwit.migrate(&pair.source, link.address(), &options(&SLOW, &safe))?;
+    let leaving = [&SLOW[..], &[when]].concat();
+    let migrate = pair.godwit.migrate(&pair.source, link.address(), &words(&leaving, &safe))?;
     let mut one = Move {
         pair: &mut pair,
         address,
@@ -135,7 +191,17 @@ pub fn run(config: &VmConfig, faults: &[Fault], rng: &mut Rng) -> anyhow::Result
         counts: Counts::default(),
         third,
         lost: false,
+        when,
+        placed,
     };
+    if when != WHEN[0] {
+        // What comes before the guest leaves is not what this is about.
+        let until = Instant::now() + LIMIT;
+        while !one.runs_there()? && !one.is_over()? {
+            ensure!(Instant::now() < until, "the guest does not leave: {}", one.words());
+            std::thread::sleep(LOOK);
+        }
+    }
     for fault in faults {
         std::thread::sleep(BETWEEN.mul_f64(rng.f64()));
         if one.is_over()? {
@@ -147,9 +213,15 @@ pub fn run(config: &VmConfig, faults: &[Fault], rng: &mut Rng) -> anyhow::Result
 }
 
 /// `own` options of a side, and those of both for a copy.
-fn options<'a>(own: &[&'a str], safe: &'a Option<[String; 2]>) -> Vec<&'a str> {
+fn words<'a>(own: &[&'a str], safe: &'a Option<[String; 2]>) -> Vec<&'a str> {
     let safe = safe.iter().flatten().map(String::as_str);
     own.iter().copied().chain(safe).collect()
+}
+
+/// The same of the destination.
+fn options<'a>(own: &'a Option<[String; 2]>, safe: &'a Option<[String; 2]>) -> Vec<&'a str> {
+    let own: Vec<&str> = own.iter().flatten().map(String::as_str).collect();
+    words(&own, safe)
 }
 
 impl Move<'_> {
@@ -229,7 +301,8 @@ impl Move<'_> {
         if self.receive.is_none() && self.lacks() && self.pair.destination.is_alive() {
             let there = &self.pair.destination;
             let safe = self.third.as_ref().map(Third::option);
-            let options = options(&[], &safe);
+            let own = self.placed.option();
+            let options = options(&own, &safe);
             let (receive, _) = self.pair.godwit.receive_on(&self.address, there, &options)?;
             self.receive = Some(receive);
         }
@@ -238,7 +311,8 @@ impl Move<'_> {
             && self.receive.is_some()
         {
             let safe = self.third.as_ref().map(Third::option);
-            let (to, options) = (self.link.address(), options(&SLOW, &safe));
+            let leaving = [&SLOW[..], &[self.when]].concat();
+            let (to, options) = (self.link.address(), words(&leaving, &safe));
             let migrate = self.pair.godwit.migrate(&self.pair.source, to, &options)?;
             self.migrate = Some(migrate);
         }
@@ -283,6 +357,12 @@ impl Move<'_> {
         ensure!(!self.lacks(), "a record is left");
         check_no_userfaultfd(self.pair.destination.pid())?;
         await_quit(&mut self.pair.source)?;
+        self.moved()
+    }
+
+    /// The guest is at the destination, whole.
+    fn moved(mut self) -> anyhow::Result<Counts> {
+        self.counts.compared += self.placed.compare(self.pair.source.ram_file())?;
         self.counts.moves += 1;
         Ok(self.counts)
     }
@@ -308,8 +388,7 @@ impl Move<'_> {
         ensure!(there.status()? == "running", "the guest does not run at the destination");
         there.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
         ensure!(there.bugs().is_empty(), "{:?}", there.bugs());
-        self.counts.moves += 1;
-        Ok(self.counts)
+        self.moved()
     }
 
     /// The source has ended, and `migrate` was killed just then.
@@ -324,8 +403,7 @@ impl Move<'_> {
         ensure!(there.status()? == "running", "the guest does not run at the destination");
         there.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
         ensure!(there.bugs().is_empty(), "{:?}", there.bugs());
-        self.counts.moves += 1;
-        Ok(self.counts)
+        self.moved()
     }
 
     /// The guest never ran at the destination.

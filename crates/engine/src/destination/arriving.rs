@@ -61,6 +61,11 @@ impl Arriving {
             Content::Zero => self.pages.place_zeros(block, run),
         }
         .map_err(EngineError::Vm)?;
+        #[cfg(feature = "test-hooks")]
+        if self.blocks.iter().max() == self.blocks.get(block) {
+            let data = (content == Content::Data).then_some(bytes);
+            crate::stamped::note_placed(run, data);
+        }
         let now = Instant::now();
         let mut waits = self.waits();
         let range = (block, run.start.0)..(block, run.end().0);

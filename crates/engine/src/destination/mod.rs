@@ -68,6 +68,8 @@ use offer::{Accepted, accept, answer_inquiry, check_room, consider};
 use record::Record;
 use session::{Session, out_of_place};
 
+#[cfg(feature = "test-hooks")]
+pub use crate::stamped::{placed_page, write_placed};
 pub use dump::{DumpStage, Dumped};
 #[cfg(feature = "test-hooks")]
 pub use fault::{Defect, Fault, Faults};
