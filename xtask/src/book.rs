@@ -1,7 +1,9 @@
 //! The documents as one book: they are put together in `target/book`, as they refer to each other,
 //! and mdBook makes pages of them.
+//!
+//! Keeps one promise: no document leads to a file or to a heading that is not there.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -82,10 +84,15 @@ fn wanted(root: &Path) -> anyhow::Result<BTreeSet<PathBuf>> {
     for page in &pages {
         let text = read(&root.join(page))?;
         let dir = page.parent().unwrap_or(Path::new(""));
-        for link in links(&text) {
-            let file = plain(&dir.join(link));
+        for (file, anchor) in targets(&text) {
+            let file = if file.is_empty() { page.clone() } else { plain(&dir.join(file)) };
             let is_there = root.join(&file).is_file();
             ensure!(is_there, "{} leads to {}, which is no file", page.display(), file.display());
+            if let Some(anchor) = anchor {
+                let is_there = anchors(&read(&root.join(&file))?).contains(anchor);
+                let (page, file) = (page.display(), file.display());
+                ensure!(is_there, "{page} leads to #{anchor} of {file}, which has no such heading");
+            }
             all.insert(file);
         }
     }
@@ -96,11 +103,43 @@ fn read(path: &Path) -> anyhow::Result<String> {
     fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
-/// Files that a text leads to, without their anchors; not what is elsewhere.
+/// Files that a text leads to; not itself, nor what is elsewhere.
 fn links(text: &str) -> Vec<&str> {
+    targets(text).map(|(file, _)| file).filter(|file| !file.is_empty()).collect()
+}
+
+/// Files that a text leads to, empty for itself, and the anchors there; not what is elsewhere.
+fn targets(text: &str) -> impl Iterator<Item = (&str, Option<&str>)> {
     let targets = text.split("](").skip(1).filter_map(|rest| rest.split_once(')'));
-    let files = targets.map(|(target, _)| target.split('#').next().unwrap_or_default());
-    files.filter(|file| !file.is_empty() && !file.contains("://")).collect()
+    let targets = targets.map(|(target, _)| match target.split_once('#') {
+        Some((file, anchor)) => (file, Some(anchor)),
+        None => (target, None),
+    });
+    targets.filter(|(file, _)| !file.contains("://"))
+}
+
+/// The anchors of the headings of a text, as mdBook makes them (`id_from_content`): letters,
+/// digits, `_` and `-` stay, blanks become `-`, and what is there already gets a number.
+fn anchors(text: &str) -> BTreeSet<String> {
+    let (mut anchors, mut times, mut is_code) = (BTreeSet::new(), BTreeMap::new(), false);
+    for line in text.lines() {
+        // A comment of a shell is no heading.
+        is_code ^= line.trim_start().starts_with("```");
+        let heading = line.trim_start_matches('#');
+        if is_code || heading.len() == line.len() || !heading.starts_with(' ') {
+            continue;
+        }
+        let kept = heading.trim().chars().filter_map(|letter| match letter {
+            _ if letter.is_whitespace() => Some('-'),
+            '_' | '-' => Some(letter),
+            _ => letter.is_alphanumeric().then_some(letter),
+        });
+        let anchor = kept.collect::<String>().to_lowercase();
+        let before = times.entry(anchor.clone()).or_insert(0);
+        anchors.insert(if *before == 0 { anchor } else { format!("{anchor}-{before}") });
+        *before += 1;
+    }
+    anchors
 }
 
 /// The same path without `..`.
@@ -120,8 +159,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_document_is_a_chapter_and_leads_to_files_that_are_there() {
-        // Mutations: a chapter is left out; one leads to a document that has another name.
+    fn every_document_is_a_chapter_and_leads_to_files_and_headings_that_are_there() {
+        // Mutations: a chapter is left out; one leads to a document that has another name, or to a
+        // heading that has.
         let root = root();
         let summary = read(&root.join("book/SUMMARY.md")).unwrap();
         let chapters: Vec<&str> = links(&summary);
@@ -143,6 +183,15 @@ mod tests {
     fn links_are_found_and_made_plain() {
         let text = "[a](b.md#c), ![d](charts/e.svg) [f](https://example.com/g.md) [h](#i)";
         assert_eq!(links(text), ["b.md", "charts/e.svg"]);
+        let all = [("b.md", Some("c")), ("charts/e.svg", None), ("", Some("i"))];
+        assert!(targets(text).eq(all));
         assert_eq!(plain(Path::new("docs/../A.md")), Path::new("A.md"));
+    }
+
+    #[test]
+    fn anchors_are_those_that_mdbook_gives_headings() {
+        let text = "# `run` it: QEMU's, 2 × 7\n```sh\n# on east\n```\n## In_one\n## In_one\n#no";
+        let anchors: Vec<String> = anchors(text).into_iter().collect();
+        assert_eq!(anchors, ["in_one", "in_one-1", "run-it-qemus-2--7"]);
     }
 }
