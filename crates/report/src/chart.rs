@@ -1,6 +1,8 @@
 //! A plot of values over time: lines in a stretched SVG, with words around it in HTML, which keep
-//! their size on a small screen.
+//! their size on a small screen. What would be drawn over its neighbour is left out, so that marks
+//! have a limit.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use crate::html::escaped;
@@ -89,16 +91,7 @@ pub(crate) fn chart(
          aria-label=\"{}\">",
         escaped(title)
     );
-    for shade in &axis.shades {
-        let (from, to) = (axis.x(shade.from), axis.x(shade.to));
-        let _ = write!(
-            html,
-            "<rect class=\"shade\" x=\"{from:.1}\" y=\"0\" width=\"{:.1}\" height=\"{HEIGHT}\">\
-             <title>{}</title></rect>",
-            (to - from).max(1.0),
-            escaped(shade.why)
-        );
-    }
+    html += &shades(axis);
     let mut lines = String::new();
     let mut at = step;
     while at < top * 1.0001 {
@@ -107,8 +100,9 @@ pub(crate) fn chart(
         at += step;
     }
     let _ = write!(html, "<path class=\"grid\" d=\"{lines}\"/>");
-    let rounds: String =
-        axis.rounds.iter().map(|end| format!("M{:.1} 0V{HEIGHT}", axis.x(*end))).collect();
+    let mut ends: Vec<f64> = axis.rounds.iter().map(|end| axis.x(*end)).collect();
+    ends.dedup_by(|end, before| *end - *before < 1.0);
+    let rounds: String = ends.iter().map(|end| format!("M{end:.1} 0V{HEIGHT}")).collect();
     let _ = write!(html, "<path class=\"round\" d=\"{rounds}\"/>");
     for (number, series) in series.iter().enumerate() {
         let _ = write!(html, "<path class=\"line s{number}\" d=\"{}\"/>", path(axis, series, top));
@@ -122,6 +116,28 @@ pub(crate) fn chart(
         at += step;
     }
     html + "</div></figure>"
+}
+
+/// A path for each reason of shades; those with less than 1 between them are one.
+fn shades(axis: &Axis) -> String {
+    let mut html = String::new();
+    let reasons: BTreeSet<&str> = axis.shades.iter().map(|shade| shade.why).collect();
+    for why in reasons {
+        let mut joined: Vec<(f64, f64)> = Vec::new();
+        for shade in axis.shades.iter().filter(|shade| shade.why == why) {
+            let (from, to) = (axis.x(shade.from), axis.x(shade.to));
+            let to = to.max(from + 1.0);
+            match joined.last_mut() {
+                Some(last) if from - last.1 < 1.0 => last.1 = to.max(last.1),
+                _ => joined.push((from, to)),
+            }
+        }
+        let path: String =
+            joined.iter().map(|(from, to)| format!("M{from:.1} 0V{HEIGHT}H{to:.1}V0z")).collect();
+        let why = escaped(why);
+        let _ = write!(html, "<path class=\"shade\" d=\"{path}\"><title>{why}</title></path>");
+    }
+    html
 }
 
 /// The line of `series` as the `d` of a path.
@@ -201,6 +217,17 @@ mod tests {
         assert_eq!(path(&axis(4.0), &series, 4.0), "M0.0 150.0h0.1L250.0 100.0M750.0 0.0h0.1");
         let series = Series { steps: true, ..series };
         assert_eq!(path(&axis(4.0), &series, 4.0), "M0.0 150.0h0.1H250.0V100.0M750.0 0.0h0.1");
+    }
+
+    #[test]
+    fn what_would_lie_upon_its_neighbour_is_one_mark() {
+        let why = "the guest is stopped";
+        let shade = |from, to| Shade { from, to, why };
+        let shades = vec![shade(0.1, 0.2), shade(0.2005, 0.3), shade(0.5, 0.5)];
+        let axis = Axis { end: 1.0, rounds: vec![0.25, 0.2505, 0.4], shades };
+        let html = chart("rates", &axis, &[], Unit::Bytes, |value| value.to_string());
+        assert!(html.contains("d=\"M100.0 0V200H300.0V0zM500.0 0V200H501.0V0z\""), "{html}");
+        assert!(html.contains("class=\"round\" d=\"M250.0 0V200M400.0 0V200\""), "{html}");
     }
 
     #[test]

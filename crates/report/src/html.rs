@@ -1,9 +1,16 @@
 //! Text in HTML.
 
-/// `text` with nothing in it that HTML would take for its own.
+/// The longest text of a page, in bytes as they stand there.
+const LONGEST: usize = 4096;
+
+/// `text` with nothing in it that HTML would take for its own, and without what is too much of it.
 pub(crate) fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
+    let mut escaped = String::with_capacity(text.len().min(LONGEST));
     for letter in text.chars() {
+        if escaped.len() >= LONGEST {
+            escaped.push('…');
+            break;
+        }
         match letter {
             '&' => escaped.push_str("&amp;"),
             '<' => escaped.push_str("&lt;"),
@@ -31,5 +38,7 @@ mod tests {
         assert!(!escaped.contains(['<', '>', '"', '\'', '\u{1b}']), "{escaped}");
         assert!(escaped.starts_with("&lt;script&gt;"), "{escaped}");
         assert_eq!(self::escaped("web-01 (a)"), "web-01 (a)");
+        let cut = self::escaped(&"&".repeat(1000));
+        assert!(cut.len() < LONGEST + 10 && cut.ends_with("&amp;…"), "{cut}");
     }
 }

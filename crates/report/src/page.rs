@@ -1,5 +1,5 @@
 //! One HTML file that shows a migration: no script, nothing that is fetched, readable on paper, on
-//! a telephone, in light and in the dark.
+//! a telephone, in light and in the dark. It stays under 500 KiB, whatever the migration was like.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -14,6 +14,10 @@ use crate::html::escaped;
 use crate::record::{Ending, Head, Moved, Record};
 
 const STYLE: &str = include_str!("page.css");
+/// A curve has no more points: two for each that a screen can show.
+const POINTS: usize = 2000;
+/// So many of the first rounds have a row, and as many of the last.
+const ROWS: usize = 100;
 
 /// The page of `record`.
 ///
@@ -135,9 +139,13 @@ fn timeline(looks: &[Progress], total: Duration) -> String {
         rounds: looks.iter().filter(|look| look.round_ended).map(at).collect(),
         shades: shades(looks),
     };
+    // From the end, since that is always shown.
+    let shown = looks.iter().rev().step_by(looks.len().div_ceil(POINTS));
+    let mut shown: Vec<&Progress> = shown.collect();
+    shown.reverse();
     let series = |name, steps, value: fn(&Progress) -> Option<f64>| Series {
         name,
-        points: looks.iter().map(|look| (at(look), value(look))).collect(),
+        points: shown.iter().map(|look| (at(look), value(look))).collect(),
         steps,
     };
     let rate = |rate: f64| Rate::from_bytes_per_second(rate).to_string();
@@ -240,7 +248,7 @@ fn map(measures: &Measures) -> String {
     )
 }
 
-/// A row for each round.
+/// A row for each round; of very many for the first and the last ones.
 fn rounds(list: &[RoundMeasures]) -> String {
     if list.is_empty() {
         return String::new();
@@ -249,22 +257,33 @@ fn rounds(list: &[RoundMeasures]) -> String {
         "<h2>Rounds</h2><div class=\"wide\"><table><tr><th>round<th>time<th>sent<th>pages\
                     <th>zero<th>unchanged<th>left<th>throttle</tr>"
             .to_owned();
-    for round in list {
-        let cut = if round.cut_off { " (cut off)" } else { "" };
+    let left_out = list.len().saturating_sub(2 * ROWS);
+    let first = if left_out == 0 { list.len() } else { ROWS };
+    html.extend(list[..first].iter().map(row));
+    if left_out > 0 {
         let _ = write!(
             html,
-            "<tr><td>{}{cut}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{:.0} %</tr>",
-            round.round,
-            format_duration(round.time),
-            round.sent,
-            round.data.0,
-            round.zero.0,
-            round.unchanged.0,
-            round.remaining.bytes(),
-            round.throttle * 100.0
+            "<tr><td>…<td colspan=\"7\">{left_out} rounds are left out here; the record has \
+             them</tr>"
         );
     }
+    html.extend(list[first + left_out..].iter().map(row));
     html + "</table></div>"
+}
+
+fn row(round: &RoundMeasures) -> String {
+    let cut = if round.cut_off { " (cut off)" } else { "" };
+    format!(
+        "<tr><td>{}{cut}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{:.0} %</tr>",
+        round.round,
+        format_duration(round.time),
+        round.sent,
+        round.data.0,
+        round.zero.0,
+        round.unchanged.0,
+        round.remaining.bytes(),
+        round.throttle * 100.0
+    )
 }
 
 /// How it was done.
@@ -300,6 +319,7 @@ fn circumstances(measures: &Measures) -> String {
 
 #[cfg(test)]
 mod tests {
+    use godwit_engine::report::DiskMeasures;
     use serde_json::{Value, json};
 
     use super::*;
@@ -381,5 +401,69 @@ mod tests {
         for unwanted in ["<web", "http", "<script", "url(", "NaN", "inf%"] {
             assert!(!html.contains(unwanted), "{unwanted} is in {html}");
         }
+    }
+
+    /// The most that a record of a migration can hold, and more rounds than any has.
+    fn longest() -> Record {
+        let disk = DiskMeasures { name: "\"".repeat(255), ..DiskMeasures::default() };
+        let round = |number: u32| RoundMeasures {
+            round: number,
+            time: Duration::from_micros(59_999_999),
+            data: PageCount(1 << 40),
+            zero: PageCount(1 << 40),
+            unchanged: PageCount(1 << 40),
+            sent: ByteCount((1 << 50) - 1),
+            remaining: PageCount((1 << 38) - 1),
+            throttle: 0.99,
+            cut_off: true,
+            ..RoundMeasures::default()
+        };
+        let measures = Measures {
+            total: Duration::from_secs(10_000),
+            ram: ByteCount(1 << 40),
+            codecs: "&".repeat(100_000),
+            features: "<".repeat(100_000),
+            memory_map: (0..65)
+                .map(|at| (0..128).map(|part| (at + part) % 2 * 999).collect())
+                .collect(),
+            round_list: (0..10_000).map(round).collect(),
+            disks: vec![disk; 64],
+            ..Measures::default()
+        };
+        let stage = |at: u64| if at.is_multiple_of(3) { "stop-and-copy" } else { "pre-copy" };
+        let severed = |at: u64| if at.is_multiple_of(5) { lost() } else { Value::Null };
+        let looks = (0..6_000).map(|at| Progress {
+            elapsed: Duration::from_millis(at * 500),
+            round_ended: true,
+            remaining: ByteCount(at % 7 * 1_000_000),
+            ..look(0, stage(at), severed(at))
+        });
+        let name = "\u{1b}'".repeat(100_000);
+        Record {
+            head: Head {
+                vm: name.clone(),
+                to: name.clone(),
+                host: name.clone(),
+                ..Head::default()
+            },
+            looks: looks.collect(),
+            ending: Ending::Moved(Box::new(Moved { measures, ..Moved::default() })),
+        }
+    }
+
+    #[test]
+    fn the_longest_page_stays_under_500_kib() {
+        // Mutations: an element for each part of the map, a row for each round, a point for each
+        // look, texts as long as they come.
+        let mut record = longest();
+        let html = page(&record);
+        assert!(html.len() < 500 << 10, "{} KiB", html.len() >> 10);
+        assert!(html.contains("9800 rounds are left out here"));
+        assert!(html.contains("<td>99 (cut off)") && html.contains("<td>9900 (cut off)"));
+        let why = "the link broke; ".repeat(100_000);
+        let outcome = why.clone();
+        record.ending = Ending::Failed { outcome, guest: why.clone(), error: why };
+        let html = page(&record);
+        assert!(html.len() < 500 << 10, "{} KiB", html.len() >> 10);
     }
 }
