@@ -1,76 +1,192 @@
-//! `make deb`: the Debian package of the command and of the daemon, with their manual, completions
-//! and documents.
+//! `make deb`: the Debian packages: one of the command and of the daemon, with their manual,
+//! completions and documents, and one of `godwit-stamp`, which goes into guests.
 //!
-//! Keeps one promise: what is in the package was made by the programs in it, and the package says
-//! the least version of the C library that these were built against.
+//! Keeps two promises: what is in a package was made by the programs in it; and a package says what
+//! its programs need: the least version of the C library that they were built against, or nothing
+//! where they are static.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 
-use crate::apt;
+use crate::{apt, guest};
 
-/// What is done for: `xtask deb [--binary PATH] [--out DIR]`.
+/// The unit of `godwit-stamp` as images have it, where the program lies beside what the system's
+/// packages bring.
+const STAMP_UNIT: &str = include_str!("../../packaging/image/godwit-stamp.service");
+const PLACE_IN_IMAGES: &str = "/usr/local/bin/godwit-stamp";
+const PLACE: &str = "/usr/bin/godwit-stamp";
+/// Where the unit says to read on.
+const DOCUMENT: &str = "docs/stamp.md";
+const STAMP_DOCUMENTS: &str = "/usr/share/doc/godwit-stamp";
+/// What a program has that the kernel is to load together with others (ELF, `PT_INTERP`).
+const INTERPRETER: u32 = 3;
+
+/// What is done for: `xtask deb [--binary PATH] [--stamp PATH] [--out DIR]`.
 #[derive(Debug)]
 struct Wish {
     /// The program to put into it, beside which `godwitd` lies; `None`: the release build, made
     /// now.
     binary: Option<PathBuf>,
-    /// Where the package is put.
+    /// A static `godwit-stamp`; `None`: one that is made now.
+    stamp: Option<PathBuf>,
+    /// Where the packages are put.
     out: PathBuf,
 }
 
 impl Wish {
     fn from(mut words: impl Iterator<Item = String>) -> anyhow::Result<Self> {
-        let mut wish = Self { binary: None, out: crate::target_dir().join("deb") };
+        let out = crate::target_dir().join("deb");
+        let mut wish = Self { binary: None, stamp: None, out };
         while let Some(word) = words.next() {
             let value = words.next().with_context(|| format!("{word} needs a value"))?.into();
             match word.as_str() {
                 "--binary" => wish.binary = Some(value),
+                "--stamp" => wish.stamp = Some(value),
                 "--out" => wish.out = value,
-                _ => bail!("there is no option {word}: --binary PATH, --out DIR"),
+                _ => bail!("there is no option {word}: --binary PATH, --stamp PATH, --out DIR"),
             }
         }
         Ok(wish)
     }
 }
 
-/// Makes the package, and prints its path last.
+/// Makes the packages, and prints their paths last, that of the command behind the other.
 pub(crate) fn build(words: impl Iterator<Item = String>) -> anyhow::Result<()> {
-    let Wish { binary, out } = Wish::from(words)?;
+    let Wish { binary, stamp, out } = Wish::from(words)?;
     apt::ensure_present()?;
+    let stamp = match stamp {
+        Some(stamp) => stamp,
+        None => guest::guest_program()?,
+    };
     let binary = match binary {
         Some(binary) => binary,
         None => release()?,
     };
+    let packages = [stamp_package(&stamp, &out)?, command_package(&binary, &out)?];
+    for package in packages {
+        println!("{}", package.display());
+    }
+    Ok(())
+}
+
+/// The package of `binary`, and of the daemon beside it.
+fn command_package(binary: &Path, out: &Path) -> anyhow::Result<PathBuf> {
     let root = out.join("root");
     apt::empty(&root)?;
     let program = root.join("usr/bin/godwit");
     let daemon = root.join("usr/bin/godwitd");
-    for (from, to) in [(&binary, &program), (&binary.with_file_name("godwitd"), &daemon)] {
-        copy(from, to)?;
-        apt::output(Command::new("strip").arg("--strip-all").arg(to))?;
-        set_mode(to, 0o755)?;
-    }
+    stripped(binary, &program)?;
+    stripped(&binary.with_file_name("godwitd"), &daemon)?;
     manual(&program, &root.join("usr/share/man/man1"))?;
     let page = root.join("usr/share/man/man8/godwitd.8");
     write(&page, &apt::output(Command::new(&daemon).arg("--man"))?)?;
-    apt::output(Command::new("gzip").args(["--best", "--no-name"]).arg(&page))?;
+    compress(&page)?;
     completions(&program, &["completions"], &root.join("usr/share"))?;
     completions(&daemon, &["--completions"], &root.join("usr/share"))?;
     documents(&root.join("usr/share/doc/godwit"))?;
     units(&root.join("usr/lib/systemd/system"))?;
+    let library =
+        apt::output(Command::new("dpkg-query").args(["-W", "-f", "${Version}", "libc6"]))?;
+    // `2.36-9+deb12u10` and its successors of one release do the same.
+    let library = library.split(['-', '+']).next().context("no version of libc6")?;
+    let needs = format!(
+        "Depends: libc6 (>= {library}), libgcc-s1\n\
+         Suggests: libvirt0, qemu-system-x86\n"
+    );
+    let description = "live migration of running virtual machines\n \
+        Moves a running guest of QEMU, libvirt or a small VMM of its own to another\n \
+        host: memory, disks and device state, from outside an unpatched QEMU, with\n \
+        the guest where it was if anything fails before the handover.\n";
+    packed("godwit", &needs, description, &root, out)
+}
+
+/// The package of `godwit-stamp`, for guests: it needs nothing.
+fn stamp_package(binary: &Path, out: &Path) -> anyhow::Result<PathBuf> {
+    let root = out.join("stamp-root");
+    apt::empty(&root)?;
+    let program = root.join(&PLACE[1..]);
+    stripped(binary, &program)?;
+    let bytes = std::fs::read(&program)?;
+    ensure!(is_static(&bytes), "{} is no static program: make stamp", binary.display());
+    let unit = root.join("usr/lib/systemd/system/godwit-stamp.service");
+    write(&unit, stamp_unit())?;
+    let documents = root.join(&STAMP_DOCUMENTS[1..]);
+    copy(&top().join(DOCUMENT), &documents.join("stamp.md"))?;
+    about(&documents)?;
+    let description = "test of live migrations from inside the guest\n \
+        Fills memory, and disks that it is given, with sectors that say what they\n \
+        should hold, goes on writing and checking them, and tells what a migration\n \
+        by whatever hypervisor has lost, confused or damaged. One static program.\n";
+    packed("godwit-stamp", "", description, &root, out)
+}
+
+/// The unit of `godwit-stamp`, for the places that its package has. Nobody but an operator enables
+/// it: it uses a quarter of a GiB.
+fn stamp_unit() -> String {
+    let document = format!("{STAMP_DOCUMENTS}/stamp.md");
+    STAMP_UNIT.replace(PLACE_IN_IMAGES, PLACE).replace(DOCUMENT, &document)
+}
+
+/// The package `name` of what is below `root`, which is gone afterwards.
+fn packed(
+    name: &str,
+    needs: &str,
+    description: &str,
+    root: &Path,
+    out: &Path,
+) -> anyhow::Result<PathBuf> {
+    let version = env!("CARGO_PKG_VERSION");
     let architecture = apt::output(Command::new("dpkg").arg("--print-architecture"))?;
     let architecture = architecture.trim();
-    write(&root.join("DEBIAN/control"), &control(architecture, installed_kib(&root)?)?)?;
-    let package = out.join(format!("godwit_{}_{architecture}.deb", env!("CARGO_PKG_VERSION")));
+    let control = format!(
+        "Package: {name}\n\
+         Version: {version}\n\
+         Architecture: {architecture}\n\
+         Maintainer: the authors of godwit <godwit@localhost>\n\
+         Installed-Size: {}\n\
+         {needs}\
+         Section: admin\n\
+         Priority: optional\n\
+         Description: {description}",
+        installed_kib(root)?
+    );
+    write(&root.join("DEBIAN/control"), control)?;
+    let package = out.join(format!("{name}_{version}_{architecture}.deb"));
     apt::output(
-        Command::new("dpkg-deb").args(["--root-owner-group", "--build"]).arg(&root).arg(&package),
+        Command::new("dpkg-deb").args(["--root-owner-group", "--build"]).arg(root).arg(&package),
     )?;
-    std::fs::remove_dir_all(&root)?;
-    println!("{}", package.display());
-    Ok(())
+    std::fs::remove_dir_all(root)?;
+    Ok(package)
+}
+
+/// Puts the program `from` at `to`, without what only a debugger reads.
+fn stripped(from: &Path, to: &Path) -> anyhow::Result<()> {
+    copy(from, to)?;
+    apt::output(Command::new("strip").arg("--strip-all").arg(to))?;
+    set_mode(to, 0o755)
+}
+
+fn compress(file: &Path) -> anyhow::Result<()> {
+    apt::output(Command::new("gzip").args(["--best", "--no-name"]).arg(file)).map(drop)
+}
+
+/// Whether `program`, 64-bit ELF as this machine has it, names none that loads its libraries.
+fn is_static(program: &[u8]) -> bool {
+    let number = |at: usize, bytes: usize| -> Option<usize> {
+        let mut whole = [0; 8];
+        whole[..bytes].copy_from_slice(program.get(at..at.checked_add(bytes)?)?);
+        usize::try_from(u64::from_le_bytes(whole)).ok()
+    };
+    // e_phoff, e_phentsize and e_phnum; p_type is what an entry begins with (elf(5)).
+    let headers = || {
+        let (first, size, count) = (number(32, 8)?, number(54, 2)?, number(56, 2)?);
+        let places = (0..count).map(|nth| first.checked_add(nth * size));
+        places.map(|at| number(at?, 4)).collect::<Option<Vec<_>>>()
+    };
+    program.starts_with(b"\x7fELF\x02")
+        && headers().is_some_and(|kinds| !kinds.contains(&(INTERPRETER as usize)))
 }
 
 /// The release build, without what only tests have.
@@ -90,7 +206,7 @@ fn manual(program: &Path, dir: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(dir)?;
     apt::output(Command::new(program).args(["man", "--into"]).arg(dir))?;
     for page in std::fs::read_dir(dir)? {
-        apt::output(Command::new("gzip").args(["--best", "--no-name"]).arg(page?.path()))?;
+        compress(&page?.path())?;
     }
     Ok(())
 }
@@ -111,7 +227,7 @@ fn completions(program: &Path, words: &[&str], share: &Path) -> anyhow::Result<(
     Ok(())
 }
 
-/// The README, the guides, the changes, and the licence as Debian wants it.
+/// The README, the guides, the changes, and the licence.
 fn documents(dir: &Path) -> anyhow::Result<()> {
     let top = top();
     copy(&top.join("README.md"), &dir.join("README.md"))?;
@@ -122,9 +238,14 @@ fn documents(dir: &Path) -> anyhow::Result<()> {
             copy(&guide, &dir.join("docs").join(name))?;
         }
     }
+    about(dir)
+}
+
+/// The changes, and the licence as Debian wants it.
+fn about(dir: &Path) -> anyhow::Result<()> {
     let changes = dir.join("changelog");
-    copy(&top.join("CHANGELOG.md"), &changes)?;
-    apt::output(Command::new("gzip").args(["--best", "--no-name"]).arg(&changes))?;
+    copy(&top().join("CHANGELOG.md"), &changes)?;
+    compress(&changes)?;
     let copyright = "Godwit, by its authors, under the Apache License 2.0. On Debian systems its \
         text is in\n/usr/share/common-licenses/Apache-2.0.\n";
     write(&dir.join("copyright"), copyright)
@@ -138,29 +259,6 @@ fn units(dir: &Path) -> anyhow::Result<()> {
         copy(&unit, &dir.join(unit.file_name().context("a file without a name")?))?;
     }
     Ok(())
-}
-
-fn control(architecture: &str, installed_kib: u64) -> anyhow::Result<String> {
-    let (name, version) = ("godwit", env!("CARGO_PKG_VERSION"));
-    let library =
-        apt::output(Command::new("dpkg-query").args(["-W", "-f", "${Version}", "libc6"]))?;
-    // `2.36-9+deb12u10` and its successors of one release do the same.
-    let library = library.split(['-', '+']).next().context("no version of libc6")?.to_owned();
-    Ok(format!(
-        "Package: {name}\n\
-         Version: {version}\n\
-         Architecture: {architecture}\n\
-         Maintainer: the authors of godwit <godwit@localhost>\n\
-         Installed-Size: {installed_kib}\n\
-         Depends: libc6 (>= {library}), libgcc-s1\n\
-         Suggests: libvirt0, qemu-system-x86\n\
-         Section: admin\n\
-         Priority: optional\n\
-         Description: live migration of running virtual machines\n \
-         Moves a running guest of QEMU, libvirt or a small VMM of its own to another\n \
-         host: memory, disks and device state, from outside an unpatched QEMU, with\n \
-         the guest where it was if anything fails before the handover.\n"
-    ))
 }
 
 fn installed_kib(dir: &Path) -> anyhow::Result<u64> {
@@ -206,4 +304,30 @@ fn write(to: &Path, bytes: impl AsRef<[u8]>) -> anyhow::Result<()> {
     }
     std::fs::write(to, bytes).with_context(|| format!("cannot write {}", to.display()))?;
     set_mode(to, 0o644)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_unit_of_a_package_runs_the_program_of_the_package() {
+        // Mutation: the program has another place in images.
+        let unit = stamp_unit();
+        assert!(unit.contains("\nExecStart=/usr/bin/godwit-stamp run "), "{unit}");
+        assert!(!unit.contains("/usr/local") && unit.contains("/usr/share/doc/"), "{unit}");
+    }
+
+    #[test]
+    fn a_program_that_needs_libraries_is_not_static() {
+        let program = std::fs::read(std::env::current_exe().unwrap()).unwrap();
+        assert!(!is_static(&program));
+        let mut alone = vec![0; 64 + 56];
+        alone[..5].copy_from_slice(b"\x7fELF\x02");
+        (alone[32], alone[54], alone[56], alone[64]) = (64, 56, 1, 1);
+        assert!(is_static(&alone));
+        alone[64] = INTERPRETER as u8;
+        assert!(!is_static(&alone));
+        assert!(!is_static(&alone[..60]) && !is_static(b"#!/bin/sh"));
+    }
 }

@@ -34,8 +34,8 @@ const USAGE: &str = "usage: cargo run -p xtask -- CHORE
   previous  builds the godwit of the release before: target/previous
   semver  compares what the crates meant for others offer with the release before
   book    makes target/book/html of the documents
-  deb     makes target/deb/godwit_VERSION_ARCHITECTURE.deb; --binary PATH for another build's
-          program, --out DIR for another place";
+  deb     makes the packages godwit and godwit-stamp, target/deb/NAME_VERSION_ARCHITECTURE.deb;
+          --binary PATH, --stamp PATH for other builds' programs, --out DIR for another place";
 
 fn main() -> ExitCode {
     let chore = std::env::args().nth(1).unwrap_or_default();

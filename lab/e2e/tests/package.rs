@@ -1,5 +1,5 @@
-//! The Debian package: installed into a root that has nothing but what it depends on, run there,
-//! and removed.
+//! The Debian packages: each installed into a root that has nothing but what it depends on, run
+//! there, and removed.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -13,6 +13,7 @@ const BELOW: [&str; 2] = ["libc6", "libgcc-s1"];
 const UNIT: &str = "/usr/lib/systemd/system/godwit-receive@.service";
 const DAEMON: &str = "/usr/lib/systemd/system/godwitd.service";
 const DAEMON_SOCKET: &str = "/usr/lib/systemd/system/godwitd.socket";
+const STAMP: &str = "/usr/lib/systemd/system/godwit-stamp.service";
 
 fn run(command: &mut Command) -> anyhow::Result<Output> {
     command.output().with_context(|| format!("cannot run {command:?}"))
@@ -51,10 +52,15 @@ fn clean_root(root: &Path) -> anyhow::Result<()> {
             }
         }
     }
+    database(root, &installed)
+}
+
+/// What dpkg keeps below `root`, with the packages of `status`.
+fn database(root: &Path, status: &str) -> anyhow::Result<()> {
     let database = root.join("var/lib/dpkg");
     std::fs::create_dir_all(database.join("info"))?;
     std::fs::create_dir_all(database.join("updates"))?;
-    Ok(std::fs::write(database.join("status"), installed)?)
+    Ok(std::fs::write(database.join("status"), status)?)
 }
 
 fn dpkg(root: &Path, words: &[&str]) -> Command {
@@ -63,15 +69,33 @@ fn dpkg(root: &Path, words: &[&str]) -> Command {
     command
 }
 
-/// The package of the godwit that is tested.
-fn package(out: &Path) -> anyhow::Result<PathBuf> {
+/// What a package needs to be installed and run here; says what is missing.
+fn is_possible(test: &str) -> bool {
+    if Command::new("dpkg-deb").arg("--version").output().is_err() {
+        skip(test, "this is not Debian or a relative of it");
+        return false;
+    }
+    if !rustix::process::geteuid().is_root() {
+        skip(test, "only root may change its root directory");
+        return false;
+    }
+    true
+}
+
+/// Makes the packages of the godwit that is tested; the path of that whose name begins with `name`.
+fn package(out: &Path, name: &str) -> anyhow::Result<PathBuf> {
     let godwit = Godwit::built()?;
     let program = godwit.program();
     let xtask = program.parent().context("no directory")?.join("xtask");
     ensure!(xtask.exists(), "{} is missing: `cargo build -p xtask`", xtask.display());
     let mut make = Command::new(xtask);
     make.args(["deb", "--binary"]).arg(program).arg("--out").arg(out);
-    Ok(done(&mut make)?.lines().last().context("no path")?.into())
+    let made = done(&mut make)?;
+    let mut made = made.lines().map(PathBuf::from);
+    let is_it = |path: &PathBuf| {
+        path.file_name().is_some_and(|file| file.to_string_lossy().starts_with(name))
+    };
+    made.find(is_it).with_context(|| format!("no package {name}"))
 }
 
 /// The unit in `root` is one that systemd understands whole, and has it confined.
@@ -119,21 +143,37 @@ fn check_unit(test: &str, root: &Path) -> anyhow::Result<()> {
     Ok(std::fs::remove_file(&unit)?)
 }
 
+/// The unit in `root` runs the program that is in `root`, and systemd understands it whole.
+fn check_stamp_unit(test: &str, root: &Path) -> anyhow::Result<()> {
+    let text = std::fs::read_to_string(root.join(&STAMP[1..]))?;
+    let runs = text.lines().find_map(|line| line.strip_prefix("ExecStart="));
+    let program = runs.and_then(|words| words.split_whitespace().next()).context("no program")?;
+    let there = root.join(program.trim_start_matches('/'));
+    ensure!(there.is_file(), "{program} is not in the package");
+    if Command::new("systemd-analyze").arg("--version").output().is_err() {
+        skip(test, "there is no systemd-analyze: the unit was not looked at");
+        return Ok(());
+    }
+    let unit = root.join("usr/lib/systemd/system/stamp-test.service");
+    std::fs::write(&unit, text.replace(program, &there.to_string_lossy()))?;
+    let verified = run(Command::new("systemd-analyze")
+        .args(["verify", "--man=no", "--recursive-errors=no"])
+        .arg(&unit))?;
+    let said = String::from_utf8_lossy(&verified.stderr);
+    ensure!(verified.status.success() && !said.contains("stamp-test"), "{said}");
+    Ok(std::fs::remove_file(&unit)?)
+}
+
 #[test]
 fn a_package_is_all_that_a_clean_root_needs() -> anyhow::Result<()> {
     let test = "a_package_is_all_that_a_clean_root_needs";
-    if Command::new("dpkg-deb").arg("--version").output().is_err() {
-        skip(test, "this is not Debian or a relative of it");
-        return Ok(());
-    }
-    if !rustix::process::geteuid().is_root() {
-        skip(test, "only root may change its root directory");
+    if !is_possible(test) {
         return Ok(());
     }
     let room = Room::new()?;
     let (root, out) = (room.dir().join("root"), room.dir().join("out"));
     clean_root(&root)?;
-    let package = package(&out)?;
+    let package = package(&out, "godwit_")?;
     let package = package.to_str().context("a path that is text")?;
     done(&mut dpkg(&root, &["-i", package]))?;
 
@@ -193,5 +233,48 @@ fn a_package_is_all_that_a_clean_root_needs() -> anyhow::Result<()> {
     let refused = run(&mut dpkg(&root, &["-i", package]))?;
     let said = String::from_utf8_lossy(&refused.stderr);
     ensure!(!refused.status.success() && said.contains("depends on libc6"), "{said}");
+    Ok(())
+}
+
+#[test]
+fn the_package_of_the_stamp_needs_nothing() -> anyhow::Result<()> {
+    let test = "the_package_of_the_stamp_needs_nothing";
+    if !is_possible(test) {
+        return Ok(());
+    }
+    let room = Room::new()?;
+    let (root, out) = (room.dir().join("root"), room.dir().join("out"));
+    // Not even a C library. Mutation: the program is not static, or the package depends on one.
+    database(&root, "")?;
+    let package = package(&out, "godwit-stamp_")?;
+    done(&mut dpkg(&root, &["-i", package.to_str().context("a path that is text")?]))?;
+
+    let inside = |words: &[&str]| {
+        done(Command::new("chroot").arg(&root).arg("/usr/bin/godwit-stamp").args(words))
+    };
+    let version = inside(&["--version"])?;
+    let number = version.split_whitespace().nth(1).context("no number")?;
+    let name = package.file_name().context("no name")?.to_string_lossy();
+    ensure!(name.starts_with(&format!("godwit-stamp_{number}_")), "{version} is in {name}");
+    ensure!(inside(&["run", "--help"])?.contains("--destroy-data"));
+
+    let files = done(&mut dpkg(&root, &["-L", "godwit-stamp"]))?;
+    for wanted in [
+        "/usr/share/doc/godwit-stamp/stamp.md",
+        "/usr/share/doc/godwit-stamp/changelog.gz",
+        "/usr/share/doc/godwit-stamp/copyright",
+        STAMP,
+    ] {
+        ensure!(files.lines().any(|file| file == wanted), "{wanted} is not in {files}");
+        ensure!(root.join(&wanted[1..]).metadata()?.len() > 0, "{wanted} is empty");
+    }
+    // An operator starts it, and names the disks.
+    ensure!(!root.join("etc/systemd").exists(), "the unit is enabled");
+    check_stamp_unit(test, &root)?;
+
+    done(&mut dpkg(&root, &["-P", "godwit-stamp"]))?;
+    for file in files.lines().filter(|file| file.contains("godwit")) {
+        ensure!(!root.join(&file[1..]).exists(), "{file} was left behind");
+    }
     Ok(())
 }
