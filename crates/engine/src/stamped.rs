@@ -40,23 +40,17 @@ pub(crate) fn tell_struck() {
 /// Where it is written down what has come of pages that followed.
 static PLACED: OnceLock<File> = OnceLock::new();
 
-/// Of a page that has come when the guest ran here already: its number in the largest RAM block,
-/// and the word of its fingerprint under the key of seed 0, 16 bytes of little-endian numbers.
+/// From here on each page of the largest RAM block that comes when the guest runs here already is
+/// written to the end of `file`: its number, and the word of its fingerprint under the key of seed
+/// 0, two little-endian numbers of 8 bytes.
 ///
 /// ```
-/// let (page, print) = godwit_engine::destination::placed_page(&[7; 16]);
-/// assert_eq!(page, print);
+/// # fn note(path: &std::path::Path) -> std::io::Result<()> {
+/// let file = std::fs::File::options().create(true).append(true).open(path)?;
+/// godwit_engine::destination::write_placed(file);
+/// # Ok(())
+/// # }
 /// ```
-#[must_use]
-pub fn placed_page(record: &[u8; 16]) -> (u64, u64) {
-    let word = |at: usize| {
-        record[at..at + 8].iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
-    };
-    (word(0), word(8))
-}
-
-/// From here on the pages of the largest RAM block that come when the guest runs here already are
-/// written to the end of `file`, as [`placed_page`] reads them.
 pub fn write_placed(file: File) {
     let _ = PLACED.set(file);
 }

@@ -22,7 +22,6 @@ use godwit_e2e::{
     LIMIT, Pair, Third, await_quit, check_moved, check_no_userfaultfd, check_untouched,
     follow_records, guardian_of, recover_knows,
 };
-use godwit_engine::destination::placed_page;
 use godwit_fingerprints::Key;
 use godwit_testbed::{Backend, Link, Movable, Running, VmConfig};
 use godwit_units::{PAGE_SIZE, PageIndex};
@@ -123,47 +122,66 @@ struct Move<'a> {
     placed: Placed,
 }
 
-/// What `godwit receive` writes down of pages that come behind the guest, however many of them are
-/// started one after the other.
+/// What `godwit receive` writes down of pages that come behind the guest: a directory, with a file
+/// for each that was started.
 struct Placed(Option<PathBuf>);
 
 impl Placed {
     /// Of a guest of `config`, if its memory is in a file.
-    fn of(config: &VmConfig) -> Self {
+    fn of(config: &VmConfig) -> anyhow::Result<Self> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
+        if config.backend != Backend::SharedFile {
+            return Ok(Self(None));
+        }
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let name = format!("godwit-placed-{}-{number}", std::process::id());
-        let file = std::env::temp_dir().join(name);
-        Self((config.backend == Backend::SharedFile).then_some(file))
+        let directory = std::env::temp_dir().join(name);
+        std::fs::create_dir(&directory)?;
+        Ok(Self(Some(directory)))
     }
 
-    fn option(&self) -> Option<[String; 2]> {
-        let path = self.0.as_ref()?.display().to_string();
-        Some(["--placed".to_owned(), path])
+    /// The files of those that were started.
+    fn files(&self) -> anyhow::Result<Vec<PathBuf>> {
+        let Some(directory) = &self.0 else { return Ok(Vec::new()) };
+        let entries = std::fs::read_dir(directory)?;
+        Ok(entries.map(|entry| entry.map(|entry| entry.path())).collect::<Result<_, _>>()?)
+    }
+
+    /// The options of the next one.
+    fn option(&self) -> anyhow::Result<Option<[String; 2]>> {
+        let number = self.files()?.len();
+        let file = self.0.as_ref().map(|directory| directory.join(number.to_string()));
+        Ok(file.map(|file| ["--placed".to_owned(), file.display().to_string()]))
     }
 
     /// Compares all of it with the memory that the guest has left in `ram`; how many pages.
     fn compare(&self, ram: &Path) -> anyhow::Result<u64> {
-        let Some(path) = &self.0 else { return Ok(0) };
-        let records = std::fs::read(path).context("nothing was written down")?;
-        let (ram, key) = (File::open(ram)?, Key::new(0));
-        let (records, rest) = records.as_chunks::<16>();
-        ensure!(rest.is_empty() && !records.is_empty(), "half a page is written down, or none");
-        let mut bytes = vec![0; PAGE_SIZE as usize];
-        for record in records {
-            let (page, print) = placed_page(record);
-            ram.read_exact_at(&mut bytes, PageIndex(page).offset())?;
-            let came = key.page(&bytes).word() == print;
-            ensure!(came, "page {page} came otherwise than it was at the source");
+        let mut compared = 0;
+        if self.0.is_none() {
+            return Ok(compared);
         }
-        Ok(records.len() as u64)
+        let (ram, key) = (File::open(ram)?, Key::new(0));
+        let mut bytes = vec![0; PAGE_SIZE as usize];
+        for file in self.files()? {
+            let records = std::fs::read(file)?;
+            // Whoever was killed may have left a part of the last one.
+            for record in records.as_chunks::<16>().0 {
+                let [page, print] = [&record[..8], &record[8..]]
+                    .map(|word| word.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte)));
+                ram.read_exact_at(&mut bytes, PageIndex(page).offset())?;
+                let came = key.page(&bytes).word() == print;
+                ensure!(came, "page {page} came otherwise than it was at the source");
+                compared += 1;
+            }
+        }
+        Ok(compared)
     }
 }
 
 impl Drop for Placed {
     fn drop(&mut self) {
-        if let Some(path) = &self.0 {
-            let _ = std::fs::remove_file(path);
+        if let Some(directory) = &self.0 {
+            let _ = std::fs::remove_dir_all(directory);
         }
     }
 }
@@ -176,8 +194,8 @@ pub fn run(config: &VmConfig, faults: &[Fault], rng: &mut Rng) -> anyhow::Result
     let mut pair = Pair::start(config)?;
     let third = faults.contains(&Fault::LoseSource).then(Third::new).transpose()?;
     let safe = third.as_ref().map(Third::option);
-    let (when, placed) = (WHEN[rng.usize(..WHEN.len())], Placed::of(config));
-    let own = placed.option();
+    let (when, placed) = (WHEN[rng.usize(..WHEN.len())], Placed::of(config)?);
+    let own = placed.option()?;
     let (receive, address) = pair.godwit.receive(&pair.destination, &options(&own, &safe))?;
     let link = Link::to(&address)?;
     let leaving = [&SLOW[..], &[when]].concat();
@@ -301,7 +319,7 @@ impl Move<'_> {
         if self.receive.is_none() && self.lacks() && self.pair.destination.is_alive() {
             let there = &self.pair.destination;
             let safe = self.third.as_ref().map(Third::option);
-            let own = self.placed.option();
+            let own = self.placed.option()?;
             let options = options(&own, &safe);
             let (receive, _) = self.pair.godwit.receive_on(&self.address, there, &options)?;
             self.receive = Some(receive);

@@ -69,7 +69,7 @@ use record::Record;
 use session::{Session, out_of_place};
 
 #[cfg(feature = "test-hooks")]
-pub use crate::stamped::{placed_page, write_placed};
+pub use crate::stamped::write_placed;
 pub use dump::{DumpStage, Dumped};
 #[cfg(feature = "test-hooks")]
 pub use fault::{Defect, Fault, Faults};
