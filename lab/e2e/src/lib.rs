@@ -11,11 +11,13 @@ mod keys;
 mod microvm;
 mod terminal;
 mod third;
+mod unprivileged;
 
 pub use keys::Keys;
 pub use microvm::MicroPair;
 pub use terminal::{Screen, Terminal};
 pub use third::Third;
+pub use unprivileged::{USERFAULTFD, Unprivileged};
 
 use std::time::{Duration, Instant};
 

@@ -1,16 +1,13 @@
 //! Guests under the write governor: they arrive exact, a godwit that is killed or cancelled leaves
 //! nothing behind, and where a guest cannot be governed its vCPUs are throttled instead.
 
-use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
-use std::process::Command;
-
 use anyhow::{Context, ensure};
-use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched, oldest};
+use godwit_e2e::{
+    LIMIT, MicroPair, Pair, Unprivileged, await_copying, check_moved, check_untouched, oldest,
+};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Ended, GuestConfig, HugePages, QemuBuild, Running, VmConfig, builds_for, builds_in_turn_for,
-    skip,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -150,35 +147,6 @@ fn a_cancelled_governor_leaves_the_guest_as_it_was() -> anyhow::Result<()> {
     ensure!(migrate.wait(LIMIT)?.status.code() == Some(130));
     drop(receive);
     check_untouched(&mut pair.source)
-}
-
-/// A QEMU without CAP_SYS_PTRACE, as an unprivileged one is.
-struct Unprivileged {
-    script: PathBuf,
-    build: QemuBuild,
-}
-
-impl Unprivileged {
-    fn new(test: &str, build: &QemuBuild) -> anyhow::Result<Option<Self>> {
-        if Command::new("setpriv").arg("--version").output().is_err() {
-            skip(test, "there is no setpriv(1)");
-            return Ok(None);
-        }
-        let script =
-            std::env::temp_dir().join(format!("godwit-unprivileged-{}", std::process::id()));
-        let program = build.program.display();
-        let words = "setpriv --bounding-set -sys_ptrace --inh-caps -sys_ptrace";
-        std::fs::write(&script, format!("#!/bin/sh\nexec {words} -- {program} \"$@\"\n"))?;
-        std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755))?;
-        let build = QemuBuild { program: script.clone(), ..build.clone() };
-        Ok(Some(Self { script, build }))
-    }
-}
-
-impl Drop for Unprivileged {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.script);
-    }
 }
 
 #[test]

@@ -2,18 +2,24 @@
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use godwit_bitmap::DirtyBitmap;
 use godwit_e2e::{
-    LIMIT, Pair, Third, await_copying, await_quit, check_moved, check_no_userfaultfd,
-    check_refused, check_untouched, ends_with_its_guardian, follow_records, recover_knows,
+    LIMIT, Pair, Third, USERFAULTFD, Unprivileged, await_copying, await_quit, check_moved,
+    check_no_userfaultfd, check_refused, check_untouched, ends_with_its_guardian, follow_records,
+    oldest, recover_knows,
 };
+use godwit_memory::RamBlock;
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, Ended, Frozen, GuestConfig, Link, Mount, Movable, QemuBuild, Running, TestVm,
-    VmConfig, builds_for, builds_in_turn_for, kvm_builds_in_turn_for, skip,
+    Backend, Ended, Frozen, GuestConfig, HugePages, Link, Mount, Movable, QemuBuild, Running,
+    TestVm, VmConfig, builds_for, builds_in_turn_for, kvm_builds_in_turn_for, kvm_for, skip,
 };
+use godwit_track::{Approach, MissingPages};
+use godwit_units::{PageCount, PageIndex, PageRun};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -379,6 +385,95 @@ fn where_pages_cannot_be_waited_for_the_guest_does_not_leave() -> anyhow::Result
     let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
     check_moved(&mut pair, &migrate)
+}
+
+#[test]
+fn a_guest_does_not_leave_for_huge_pages() -> anyhow::Result<()> {
+    // Mutation: huge pages are not looked at.
+    let test = "a_guest_does_not_leave_for_huge_pages";
+    let builds = builds_for(test);
+    let Some(build) = builds.last() else { return Ok(()) };
+    let small = VmConfig::new(build, GuestConfig::small(Mode::Rate));
+    let Some(huge) = HugePages::for_test(test, small.guest.memory) else { return Ok(()) };
+    let mut pair = Pair::start_apart(&small, &small.clone().with_ram_in(huge.dir()))?;
+    let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let options = [SLOW, &["--postcopy", "now"]].concat();
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
+    let words = ["'mem' is in huge pages", "use memory-backend-ram, with transparent huge pages"];
+    check_refused(&migrate, 1, &words)?;
+    check_untouched(&mut pair.source)?;
+    // As it says.
+    pair.destination = TestVm::destination(&small.with_backend(Backend::Anonymous))?;
+    let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
+    check_followed(&mut pair, &migrate, &receive)
+}
+
+/// The page of a machine for which somebody waits who is not godwit.
+const OTHERS: PageRun = PageRun { start: PageIndex(1000), count: PageCount(1) };
+
+/// Has `vm` wait for a page, as another one that moves guests would.
+fn awaited_by_another(vm: &TestVm) -> anyhow::Result<MissingPages> {
+    let block = RamBlock::open("mem", vm.ram_file(), 0, vm.config().guest.memory, false)?;
+    let mut missing = DirtyBitmap::new(block.pages());
+    missing.set(OTHERS);
+    let ram = Arc::new(vec![block]);
+    Ok(MissingPages::start(Approach::default(), vm.pid(), &ram, vec![missing])?)
+}
+
+#[test]
+fn where_another_has_pages_waited_for_the_guest_does_not_leave() -> anyhow::Result<()> {
+    // Mutation: what others have there is not looked at.
+    let builds = builds_for("where_another_has_pages_waited_for_the_guest_does_not_leave");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&config_in(build, Backend::SharedFile, Mode::Rate))?;
+    let other = awaited_by_another(&pair.destination)?;
+    let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let options = [SLOW, &["--postcopy", "now"]].concat();
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
+    let words = ["has a userfaultfd of its own, or of another", "end that migration or start the"];
+    check_refused(&migrate, 1, &words)?;
+    check_untouched(&mut pair.source)?;
+    other.place_zeros(0, OTHERS)?;
+    other.finish()?;
+    let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
+    check_followed(&mut pair, &migrate, &receive)
+}
+
+#[test]
+fn a_qemu_without_rights_is_handed_a_device_and_where_there_is_none_the_guest_stays()
+-> anyhow::Result<()> {
+    // Mutations: that the device cannot be opened is not seen before; it stays in QEMU.
+    let test = "a_qemu_without_rights_is_handed_a_device_and_where_there_is_none_the_guest_stays";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let Some(without) = Unprivileged::new(test, oldest(&builds)?)? else { return Ok(()) };
+    let emulated = config(&without.build, Mode::Rate);
+    // Whose vCPUs are the kernel, when they wait.
+    let on_kvm = kvm_for(test).then(|| {
+        let busy = GuestConfig::small(Mode::Full);
+        VmConfig::new(&without.build, busy).with_backend(Backend::Anonymous).on_kvm()
+    });
+    for config in [Some(emulated), on_kvm].into_iter().flatten() {
+        println!("{:?}", config.accelerator);
+        let mut pair = Pair::start(&config)?;
+        let closed = pair.godwit.clone().without_device(Path::new(USERFAULTFD));
+        let (_receive, address) = closed.receive(&pair.destination, &[])?;
+        let options = [SLOW, &["--postcopy", "now"]].concat();
+        let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
+        let words = ["may not handle faults of the kernel", "may open /dev/userfaultfd"];
+        check_refused(&migrate, 1, &words)?;
+        check_untouched(&mut pair.source)?;
+        // As it says.
+        let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
+        check_followed(&mut pair, &migrate, &receive)?;
+        let open = std::fs::read_dir(format!("/proc/{}/fd", pair.destination.pid()))?;
+        let is_device = |path: std::path::PathBuf| path == Path::new(USERFAULTFD);
+        let mut open = open.flatten().filter_map(|it| std::fs::read_link(it.path()).ok());
+        ensure!(!open.any(is_device), "the device is left in QEMU");
+    }
+    Ok(())
 }
 
 fn is_event(name: &'static str) -> impl Fn(&Value) -> bool {

@@ -4,6 +4,7 @@
 //! Keeps two promises: every wait has a limit, and a process that is dropped is ended. It knows the
 //! command line and nothing else of Godwit; what the answers mean is for the callers to say.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -18,6 +19,9 @@ use crate::machine::Movable;
 use crate::netns::SlowLink;
 
 const LISTEN_LIMIT: Duration = Duration::from_secs(20);
+/// Becomes what stands behind, where the device before it cannot be opened: not even root may on a
+/// mount without devices.
+const CLOSE: &str = r#"mount --bind "$0" "$0" && mount -o remount,bind,nodev "$0" && exec "$@""#;
 
 /// The program.
 #[derive(Clone, Debug)]
@@ -27,6 +31,8 @@ pub struct Godwit {
     variables: Vec<(String, String)>,
     /// What it may do of what root may: a list as setpriv(1) takes it.
     capabilities: Option<String>,
+    /// A device of this host's that it cannot open.
+    closed: Option<PathBuf>,
 }
 
 impl Godwit {
@@ -43,7 +49,7 @@ impl Godwit {
 
     /// The one at this place.
     pub(crate) fn at(program: PathBuf) -> Self {
-        Self { program, variables: Vec::new(), capabilities: None }
+        Self { program, variables: Vec::new(), capabilities: None, closed: None }
     }
 
     /// Another program of the same build, such as `godwit-codecs`, in its place.
@@ -67,15 +73,25 @@ impl Godwit {
         self
     }
 
+    /// The same where `device` cannot be opened, since its mounts are its own. Needs root.
+    #[must_use]
+    pub fn without_device(mut self, device: &Path) -> Self {
+        self.closed = Some(device.to_owned());
+        self
+    }
+
     fn command(&self) -> Command {
-        let mut command = match &self.capabilities {
-            Some(list) => {
-                let mut command = Command::new("setpriv");
-                command.args(["--no-new-privs", "--bounding-set", list]).arg(&self.program);
-                command
-            }
-            None => Command::new(&self.program),
-        };
+        let mut words: Vec<&OsStr> = Vec::new();
+        if let Some(device) = &self.closed {
+            words.extend(["unshare", "--mount", "sh", "-c", CLOSE].map(OsStr::new));
+            words.push(device.as_os_str());
+        }
+        if let Some(list) = &self.capabilities {
+            words.extend(["setpriv", "--no-new-privs", "--bounding-set", list].map(OsStr::new));
+        }
+        words.push(self.program.as_os_str());
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]);
         // Records of test VMs are not this user's.
         command.env("XDG_STATE_HOME", std::env::temp_dir().join("godwit-test-state"));
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));
