@@ -705,8 +705,13 @@ fn a_guest_whose_source_ends_before_its_memory_came_is_lost_and_called_so() -> a
     pair.source.kill();
     let migrate = migrate.wait(LIMIT)?;
     ensure!(migrate.last()["guest"] == "lost", "{} {}", migrate.last(), migrate.errors);
-    // It waits for a source that may only be far away; its machine is ended by hand.
+    // It waits for a source that may only be far away, and says what it lacks; its machine is ended
+    // by hand.
     receive.wait_for("severed", LIMIT, |line: &Value| line["event"] == "severed")?;
+    let lacks = receive.wait_for("lacks", LIMIT, |line: &Value| line["event"] == "lacks")?;
+    let runs = lacks["missing"][0]["runs"].as_array().cloned().unwrap_or_default();
+    let pages: u64 = runs.iter().filter_map(|run| run[1].as_u64()).sum();
+    ensure!(pages > 0 && lacks["left_bytes"] == pages * 4096, "{lacks}");
     ensure!(pair.destination.status()? == "lacks-pages");
     end(&pair, &pair.destination)?;
     ensure!(pair.destination.wait(LIMIT)?.success(), "{}", pair.destination.errors());

@@ -1,5 +1,7 @@
 //! Guests that run at the destination before all of their memory is there.
 
+use std::fs::File;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -19,7 +21,9 @@ use godwit_testbed::{
     TestVm, VmConfig, builds_for, builds_in_turn_for, kvm_builds_in_turn_for, kvm_for, skip,
 };
 use godwit_track::{Approach, MissingPages};
-use godwit_units::{PageCount, PageIndex, PageRun};
+use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -525,6 +529,70 @@ fn where_the_source_host_dies_the_rest_is_taken_from_the_copy() -> anyhow::Resul
         let copy = receive.wait_for("the copy", LIMIT, is_event("copy"))?;
         ensure!(copy["why"].is_null(), "{copy}");
         check_saved(&mut pair, &third).with_context(|| build.to_string())?;
+    }
+    Ok(())
+}
+
+/// The runs of pages of RAM block 'mem' that were told to be missing, and how many bytes in all.
+fn told_missing(lacks: &Value) -> anyhow::Result<(Vec<(u64, u64)>, u64)> {
+    let mem = lacks["missing"].as_array().into_iter().flatten().find(|it| it["block"] == "mem");
+    let runs = mem.and_then(|mem| mem["runs"].as_array()).context("nothing of 'mem'")?;
+    let run = |run: &Value| Some((run[0].as_u64()?, run[1].as_u64()?));
+    let runs: Option<Vec<(u64, u64)>> = runs.iter().map(run).collect();
+    Ok((runs.context("no runs")?, lacks["left_bytes"].as_u64().context("no number")?))
+}
+
+/// Whether `file` has nothing on these pages.
+fn is_hole(file: &File, (start, count): (u64, u64)) -> anyhow::Result<bool> {
+    match rustix::fs::seek(file, SeekFrom::Data(start * PAGE_SIZE)) {
+        Ok(data) => Ok(data >= (start + count) * PAGE_SIZE),
+        Err(Errno::NXIO) => Ok(true),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// What a `godwit receive` that goes on says, to people, of the pages that are missing.
+fn told_to_people(pair: &Pair, address: &str) -> anyhow::Result<String> {
+    let mut command = Command::new(pair.godwit.program());
+    command.args(["receive", "--vm", &pair.destination.vm_name(), "--listen", address]);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+    let lines = BufReader::new(child.stderr.take().context("no words")?).lines();
+    let told =
+        lines.map_while(Result::ok).find(|line| line.contains("of its memory is missing here"));
+    child.kill()?;
+    child.wait()?;
+    told.context("not a word of what is missing")
+}
+
+#[test]
+fn which_pages_a_guest_lacks_is_told_when_its_source_host_dies() -> anyhow::Result<()> {
+    // Mutations: other pages are told; who goes on tells of none.
+    for build in builds_in_turn_for("which_pages_a_guest_lacks_is_told_when_its_source_host_dies") {
+        let mut pair = Pair::start(&config_in(&build, Backend::SharedFile, Mode::Rate))?;
+        let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+        let options = [SLOW, &["--postcopy", "now"]].concat();
+        let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+        migrate.wait_for("the guest to run there", LIMIT, |line| line["stage"] == "post-copy")?;
+        migrate.signal(Signal::KILL)?;
+        pair.source.kill();
+        drop(migrate.wait(LIMIT)?);
+        let lacks = receive.wait_for("what is missing", LIMIT, is_event("lacks"))?;
+        let (runs, bytes) = told_missing(&lacks)?;
+        let count: u64 = runs.iter().map(|(_, count)| count).sum();
+        println!("{build}: {bytes} bytes in {} places", runs.len());
+        ensure!(bytes > 0 && count * PAGE_SIZE == bytes, "{lacks}");
+        let ram = File::open(pair.destination.ram_file())?;
+        for run in &runs {
+            ensure!(is_hole(&ram, *run)?, "{run:?} has come");
+        }
+
+        receive.signal(Signal::KILL)?;
+        drop(receive.wait(LIMIT)?);
+        ensure!(known(&pair, &pair.destination)? == ("lacks-pages".to_owned(), true));
+        let told = told_to_people(&pair, &address)?;
+        let (start, count) = runs[0];
+        let (start, end) = (start * PAGE_SIZE, (start + count) * PAGE_SIZE);
+        ensure!(told.contains(&format!(": {start:#x} to {end:#x} of mem")), "{told}");
     }
     Ok(())
 }
