@@ -352,6 +352,30 @@ fn a_migration_that_takes_too_long_is_cancelled_or_forced() -> anyhow::Result<()
 }
 
 #[test]
+fn a_migration_that_takes_too_long_leaves_by_post_copy() -> anyhow::Result<()> {
+    // Mutation: what the deadline asks for is not heard.
+    let test = "a_migration_that_takes_too_long_leaves_by_post_copy";
+    for machines in machines(test, Qemus::Newest) {
+        let mut machines = machines?;
+        let late = ["--finish-by", "6s", "--on-timeout", "postcopy", "--reconnect", "60s"];
+        let (migrate, receive) = machines.start(&name("late-left"), &[ENDLESS, &late].concat())?;
+        let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+        let said =
+            "not ended within 6s (--finish-by): switching over now, and what is left follows";
+        ensure!(migrate.errors.contains(said), "{}", migrate.errors);
+        machines.check_moved(&migrate)?;
+        ensure!(receive.status.success(), "{} {}", receive.last(), receive.errors);
+        // Not before, and what was left did follow.
+        let left = migrate.lines.iter().find(|line| line["stage"] == "post-copy");
+        let at = left.and_then(|line| line["elapsed_ms"].as_f64());
+        ensure!(at >= Some(6000.0), "it left after {at:?} ms");
+        let missing = migrate.last()["post_copy"]["missing_bytes"].as_u64();
+        ensure!(missing > Some(0), "{}", migrate.last());
+    }
+    Ok(())
+}
+
+#[test]
 fn a_migration_works_on_the_processors_it_was_given() -> anyhow::Result<()> {
     let test = "a_migration_works_on_the_processors_it_was_given";
     let Some(build) = builds_for(test).pop() else { return Ok(()) };
