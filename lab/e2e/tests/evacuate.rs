@@ -158,6 +158,120 @@ fn a_budget_that_is_changed_holds_at_once_and_for_the_next_coordinator() -> anyh
     Ok(())
 }
 
+/// What an evacuation says of itself, as soon as `reached` of it.
+fn await_status(world: &World, reached: impl Fn(&Value) -> bool) -> anyhow::Result<Value> {
+    let until = Instant::now() + LIMIT;
+    loop {
+        let output = world.steer_soon(&["--status", "--json"])?;
+        let status = serde_json::from_slice(&output.stdout)?;
+        if reached(&status) {
+            return Ok(status);
+        }
+        ensure!(Instant::now() < until, "{status}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// How many VMs of it are in a state.
+fn count(status: &Value, state: &str) -> usize {
+    let vms = status["vms"].as_array().into_iter().flatten();
+    vms.filter(|vm| vm["state"] == state).count()
+}
+
+/// What an evacuation answers people who steer it.
+fn told(world: &World, words: &[&str]) -> anyhow::Result<String> {
+    let output = world.steer(words)?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[test]
+fn an_evacuation_that_is_paused_begins_no_move_until_it_is_to_go_on() -> anyhow::Result<()> {
+    // Mutation: a pause is answered and not heeded.
+    if !kvm_for("an_evacuation_that_is_paused_begins_no_move_until_it_is_to_go_on") {
+        return Ok(());
+    }
+    let mut world = World::new()?;
+    world.budget = "2MiB/s";
+    let coordinator = world.coordinator(false)?;
+    await_status(&world, |status| count(status, "moving") == 2)?;
+    let paused = told(&world, &["--pause"])?;
+    let words = "no further move begins. 0 moved, 2 on their way, 2 wait, ";
+    ensure!(paused.starts_with(words), "{paused}");
+    // Those under way arrive.
+    told(&world, &["--set", "bandwidth=80MiB/s"])?;
+    await_status(&world, |status| count(status, "moved") == 2)?;
+    std::thread::sleep(Duration::from_secs(2));
+    let status = await_status(&world, |_| true)?;
+    ensure!(count(&status, "moved") == 2 && count(&status, "waiting") == 2, "{status}");
+    let goes_on = told(&world, &["--continue"])?;
+    ensure!(goes_on.starts_with("it goes on. 2 moved, "), "{goes_on}");
+    let report = finish(coordinator)?;
+    world.check(&report)
+}
+
+#[test]
+fn an_evacuation_that_is_cancelled_leaves_its_guests_and_is_taken_up_again() -> anyhow::Result<()> {
+    // Mutation: moves under way are not cancelled.
+    if !kvm_for("an_evacuation_that_is_cancelled_leaves_its_guests_and_is_taken_up_again") {
+        return Ok(());
+    }
+    let mut world = World::new()?;
+    world.budget = "2MiB/s";
+    let mut coordinator = world.coordinator(false)?;
+    await_status(&world, |status| count(status, "moving") == 2)?;
+    let cancelled = told(&world, &["--cancel"])?;
+    ensure!(cancelled.starts_with("its moves are being cancelled. 0 moved, "), "{cancelled}");
+    let code = coordinator.wait()?.code();
+    ensure!(code == Some(130), "{code:?}");
+    let report = finish(coordinator)?;
+    ensure!(report["outcome"] == "cancelled" && report["stayed"] == VMS, "{report}");
+    for source in &world.sources {
+        ensure!(source.status()? == "running", "{}", source.status()?);
+        source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+        ensure!(source.bugs().is_empty(), "{:?}", source.bugs());
+    }
+    let late = world.steer(&["--pause"])?;
+    let errors = String::from_utf8_lossy(&late.stderr).into_owned();
+    ensure!(late.status.code() == Some(1) && errors.contains("no evacuation '"), "{errors}");
+
+    let coordinator = world.coordinator(true)?;
+    await_status(&world, |status| count(status, "moving") > 0)?;
+    told(&world, &["--set", "bandwidth=80MiB/s"])?;
+    let report = finish(coordinator)?;
+    world.check(&report)
+}
+
+#[test]
+fn moves_under_way_share_the_processor_time_of_their_evacuation() -> anyhow::Result<()> {
+    // Mutations: a move is not told of it; or of all of it.
+    if !kvm_for("moves_under_way_share_the_processor_time_of_their_evacuation") {
+        return Ok(());
+    }
+    let mut world = World::new()?;
+    world.budget = "2MiB/s";
+    let coordinator = world.coordinator_with(false, &["--cpu-budget", "50%"])?;
+    let status = await_status(&world, |status| count(status, "moving") == 2)?;
+    let vms = status["vms"].as_array().context("no VMs")?;
+    for vm in vms.iter().filter(|vm| vm["state"] == "moving") {
+        let name = format!("{}.{}", world.name, vm["name"].as_str().context("no name")?);
+        let until = Instant::now() + LIMIT;
+        // It has a socket only when it has begun.
+        let told = loop {
+            let output = world.godwit.run(&["status", "--migration", &name, "--json"])?;
+            match serde_json::from_slice::<Value>(&output.stdout) {
+                Ok(told) if output.status.success() => break told,
+                _ => ensure!(Instant::now() < until, "{name} is not there"),
+            }
+        };
+        let budget = &told["migrations"][0]["settings"]["cpu-budget"];
+        ensure!(*budget == "25%", "{told}");
+    }
+    told(&world, &["--set", "bandwidth=80MiB/s"])?;
+    let report = finish(coordinator)?;
+    world.check(&report)
+}
+
 /// The lines that a terminal of `columns` shows of `text`, all that it ever showed, without what
 /// moves its cursor. A line that is full goes on in the next one.
 fn shown(text: &str, columns: usize) -> Vec<String> {
