@@ -2,17 +2,22 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use godwit_e2e::LIMIT;
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Boot, Godwit, GuestConfig, Style, TestVm, VmConfig, builds, image_for, own_migration, skip,
+    Boot, DiskImage, Godwit, GuestConfig, Style, TestVm, VmConfig, builds, image_for, images_for,
+    own_migration, skip,
 };
 use godwit_units::ByteCount;
+use serde_json::{Value, json};
 
 /// Firmware, menu, kernel, drivers and the first stamps, all under emulation.
 const BOOT_LIMIT: Duration = Duration::from_secs(300);
+const DISK: ByteCount = ByteCount(8 << 20);
 
 /// The machine that boots `boot`, in the newest QEMU; `None` where there is none, which is said.
 fn config(boot: Boot, test: &str) -> Option<VmConfig> {
@@ -36,8 +41,9 @@ fn await_work(vm: &TestVm) {
     vm.wait_for_lines("line of work without bugs", (seen, 2), LIMIT, clean).unwrap();
 }
 
-/// Boots `config`, moves it by QEMU's own migration and then by godwit; all lines it has printed.
-fn boot_and_move_twice(config: &VmConfig) -> Vec<String> {
+/// Boots `config`, moves it by QEMU's own migration and then by godwit; all lines it has printed,
+/// and where it is.
+fn boot_and_move_twice(config: &VmConfig) -> (Vec<String>, TestVm) {
     let mut first = TestVm::source(config).unwrap();
     let stamped = |line: &str| line.starts_with("stamped ");
     let told = first.wait_for_lines("stamped memory", (0, 1), BOOT_LIMIT, stamped).unwrap();
@@ -59,7 +65,9 @@ fn boot_and_move_twice(config: &VmConfig) -> Vec<String> {
     let vms = [first, second, third];
     let bugs: Vec<_> = vms.iter().flat_map(TestVm::bugs).collect();
     assert_eq!(bugs, [""; 0]);
-    vms.iter().flat_map(TestVm::console_lines).collect()
+    let lines = vms.iter().flat_map(TestVm::console_lines).collect();
+    let [_, _, third] = vms;
+    (lines, third)
 }
 
 #[test]
@@ -67,14 +75,14 @@ fn kernel_and_initramfs_run_what_the_command_line_says_and_are_moved() {
     let boot = Boot::Image("--memory 64MiB --size 4KiB,64KiB --report 1s".to_owned());
     let test = "kernel_and_initramfs_run_what_the_command_line_says_and_are_moved";
     let Some(config) = config(boot, test) else { return };
-    let lines = boot_and_move_twice(&config);
+    let (lines, _) = boot_and_move_twice(&config);
     assert!(lines.iter().any(|line| line.starts_with("stamped 64MiB in 1 places")), "{lines:?}");
 }
 
 /// The ISO does what its menu begins with, and is moved.
 fn the_iso_boots_by_itself(uefi: bool, test: &str) {
     let Some(config) = config(Boot::Iso { uefi }, test) else { return };
-    let lines = boot_and_move_twice(&config);
+    let (lines, _) = boot_and_move_twice(&config);
     assert!(lines.iter().any(|line| line.contains("--rate 25MiB/s --memory")), "{lines:?}");
 }
 
@@ -95,10 +103,10 @@ fn the_image_overwrites_no_disk_that_is_not_named() {
     for (named, overwritten) in [("", false), (" --destroy-data /dev/vda --direct", true)] {
         let boot = Boot::Image(format!("--memory 16MiB --report 1s{named}"));
         let Some(config) = config(boot, test) else { return };
-        if !godwit_testbed::images_for(test) {
+        if !images_for(test) {
             return;
         }
-        let disk = godwit_testbed::DiskImage::create("raw", ByteCount(8 << 20)).unwrap();
+        let disk = DiskImage::create("raw", DISK).unwrap();
         let vm = TestVm::source(&config.with_disk("disk0", &disk)).unwrap();
         let clean = |line: &str| line.starts_with("written ");
         vm.wait_for_lines("line of work", (0, 2), BOOT_LIMIT, clean).unwrap();
@@ -106,4 +114,41 @@ fn the_image_overwrites_no_disk_that_is_not_named() {
         let bytes = std::fs::read(disk.path()).unwrap();
         assert_eq!(bytes.iter().any(|byte| *byte != 0), overwritten, "{named}");
     }
+}
+
+/// What `godwit-stamp check` of this host finds on `disk`, and its exit code.
+fn checked(disk: &DiskImage) -> (Option<i32>, Value) {
+    let stamp = Godwit::built().unwrap().beside("godwit-stamp");
+    let path = disk.path().display().to_string();
+    let output = stamp.run(&["check", &path, "--json"]).unwrap();
+    let told = serde_json::from_slice(&output.stdout);
+    (output.status.code(), told.expect(&String::from_utf8_lossy(&output.stderr)))
+}
+
+#[test]
+fn a_disk_that_is_stamped_while_it_is_moved_is_whole_and_a_flipped_bit_is_found() {
+    let test = "a_disk_that_is_stamped_while_it_is_moved_is_whole_and_a_flipped_bit_is_found";
+    let work = "--memory 16MiB --report 1s --rate 10MiB/s --destroy-data /dev/vda --direct";
+    let Some(config) = config(Boot::Image(work.to_owned()), test) else { return };
+    if !images_for(test) {
+        return;
+    }
+    let disk = DiskImage::create("raw", DISK).unwrap();
+    let (_, mut vm) = boot_and_move_twice(&config.with_disk("disk0", &disk));
+    // What is under way ends first.
+    vm.qmp().execute("stop", Value::Null).unwrap();
+    drop(vm);
+    let (code, found) = checked(&disk);
+    assert_eq!((code, &found["bugs"]), (Some(0), &json!(0)), "{found}");
+    assert_eq!(found["checked_bytes"], DISK.0, "{found}");
+
+    let file = File::options().read(true).write(true).open(disk.path()).unwrap();
+    // In the bytes that follow from the head of sector 30.
+    let (at, mut byte) = (30 * 512 + 322, [0]);
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 2], at).unwrap();
+    let (code, found) = checked(&disk);
+    assert_eq!((code, &found["bugs"]), (Some(3), &json!(1)), "{found}");
+    let finding = &found["findings"][0];
+    assert_eq!((&finding["kind"], &finding["sector"]), (&json!("flipped bits"), &json!(30)));
 }
