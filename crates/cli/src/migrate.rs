@@ -7,8 +7,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use godwit_confine::Rights;
-use godwit_control::client;
 use godwit_control::messages::{Answer, Cost, DiskWish, Request};
+use godwit_control::watch::Watched;
+use godwit_control::{client, events};
 use godwit_disk::{DiskChoice, parse_granularity};
 use godwit_engine::Survivor;
 use godwit_engine::address::Address;
@@ -19,7 +20,7 @@ use godwit_engine::source::{Options, PostCopy, Verify, follow, migrate};
 use godwit_qemu::{QemuError, QemuSource, Reporting};
 use godwit_report::{Head, Record, Recorder, Store};
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::at_switchover::{HookArguments, Hooks};
 use crate::deadline::{Deadline, OnTimeout};
@@ -246,6 +247,9 @@ fn name(text: &str) -> Result<String, String> {
     }
 }
 
+/// Those who watch a migration are told its end within that, or not at all.
+const WATCHERS: Duration = Duration::from_secs(1);
+
 /// What a source needs of what root may do, for a QEMU of another user; docs/security.md.
 const RIGHTS: Rights = Rights::TRACE
     .and(Rights::MAPPED)
@@ -326,7 +330,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
         VmName::Microvm(path) => Engine::Microvm(path.clone()),
     };
-    let host = Host { vm, to, engine };
+    let watched = Watched::default();
+    let host = Host { vm, to, engine, watched: watched.clone() };
     let socket = match steer::serve(&name, host.clone()) {
         Ok(socket) => Some(socket),
         Err(error) if arguments.name.is_some() => {
@@ -347,6 +352,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             recording.see(progress);
         }
         hooks.look(progress);
+        watched.see(progress);
         display.progress(progress);
         if let Some(deadline) = &mut deadline
             // Nothing can be done any more about one that has left.
@@ -371,17 +377,15 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     });
     drop(socket);
     display.finish();
-    if let Some(recording) = recording {
-        match &result {
-            Ok((measures, cost)) => recording.end(&migrated_json(measures, *cost), arguments),
-            Err(RequestError::Failed(failure)) => {
-                recording.end(&output::failure_json(failure), arguments);
-            }
-            // Nothing has begun.
-            Err(RequestError::Refused(_)) => {}
-        }
+    let last = last_line(&result);
+    watched.end(last.clone());
+    if let Some(recording) = recording
+        // Otherwise nothing has begun.
+        && !matches!(result, Err(RequestError::Refused(_)))
+    {
+        recording.end(&last, arguments);
     }
-    match result {
+    let code = match result {
         Ok((measures, cost)) => {
             tell(&measures, cost, arguments.json);
             hooks.end(Some("migrated"));
@@ -394,13 +398,24 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
         Err(RequestError::Failed(failure)) => {
             output::failure(&failure, arguments.json);
-            hooks.end(output::failure_json(&failure)["outcome"].as_str());
+            hooks.end(last["outcome"].as_str());
             match deadline.is_some_and(|deadline| deadline.has_cancelled()) {
                 // Nobody has typed Ctrl-C.
                 true if failure.survivor == Survivor::Source => ExitCode::from(FAILED),
                 _ => process::exit_code(&failure),
             }
         }
+    };
+    watched.settle(WATCHERS);
+    code
+}
+
+/// How it ended, for programs.
+fn last_line(result: &Result<(Measures, Cost), RequestError>) -> Value {
+    match result {
+        Ok((measures, cost)) => events::migrated(measures, *cost),
+        Err(RequestError::Refused(error)) => events::refused(error),
+        Err(RequestError::Failed(failure)) => events::failed(failure),
     }
 }
 
@@ -572,7 +587,7 @@ pub(crate) fn records() -> Option<Store> {
 fn tell(measures: &Measures, cost: Cost, json: bool) {
     let Cost { cpu_ms, peak_rss_bytes: rss } = cost;
     if json {
-        json_line(&migrated_json(measures, cost));
+        json_line(&events::migrated(measures, cost));
     } else {
         let width = layout::width(&std::io::stdout());
         print!("migrated\n{}", output::measures_text(measures, cpu_ms, rss, width));
@@ -580,16 +595,4 @@ fn tell(measures: &Measures, cost: Cost, json: bool) {
             println!("audit of {}: {audit}", audit.pages);
         }
     }
-}
-
-/// What became of it, for programs.
-fn migrated_json(measures: &Measures, cost: Cost) -> Value {
-    let Cost { cpu_ms, peak_rss_bytes: rss } = cost;
-    let mut value = json!({ "outcome": "migrated", "cpu_ms": cpu_ms, "peak_rss_bytes": rss });
-    if let (Value::Object(object), Ok(Value::Object(rest))) =
-        (&mut value, serde_json::to_value(measures))
-    {
-        object.extend(rest);
-    }
-    value
 }

@@ -12,8 +12,10 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use godwit_control::asked::Asked;
 use godwit_control::messages::{Answer, MigrationLook, Request};
 use godwit_control::steer::{Socket, steer};
+use godwit_control::watch::Watched;
 use godwit_control::{ControlError, client};
 use godwit_engine::address::Address;
 use godwit_engine::handle::MigrationHandle;
@@ -491,6 +493,8 @@ pub(crate) struct Host {
     pub(crate) to: String,
     /// Where it is asked.
     pub(crate) engine: Engine,
+    /// Those who watch it.
+    pub(crate) watched: Watched,
 }
 
 /// Where the engine of a migration is.
@@ -522,9 +526,13 @@ pub(crate) fn serve(name: &str, host: Host) -> Result<Socket, String> {
             ) {
                 continue;
             }
-            let answer = match serde_json::from_str(&text) {
-                Ok(request) => host.answer(&request),
-                Err(error) => Answer::Refused { error: format!("not understood: {error}") },
+            let answer = match Asked::read(text.as_bytes()) {
+                Ok(asked) if asked.request == Request::Watch => match host.watched.tell(&stream) {
+                    Ok(()) => continue,
+                    Err(error) => Answer::Refused { error },
+                },
+                Ok(asked) => asked.answered(host.answer(&asked.request)),
+                Err(error) => Answer::Refused { error },
             };
             if let Ok(mut line) = serde_json::to_string(&answer) {
                 line.push('\n');

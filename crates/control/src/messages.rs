@@ -57,6 +57,8 @@ pub enum Request {
     },
     /// Look at the migration that is under way.
     Progress,
+    /// Tell each time that something changes of it, and how it ends.
+    Watch,
     /// Change settings of it, all or none.
     Set {
         /// Names and values.
@@ -343,6 +345,8 @@ pub enum Answer {
     Progress(Box<Progress>),
     /// The migration that was asked about.
     Migration(MigrationLook),
+    /// From now on it is told, in lines of [`crate::events`].
+    Watching { version: u64 },
     /// What was seen of the guest.
     Measured(Measured),
     /// The guest has moved away.
@@ -371,6 +375,9 @@ pub enum Answer {
 /// A migration that is under way.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MigrationLook {
+    /// Of what is spoken here, for who named one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u64>,
     /// The machine, as it was named to `godwit migrate`; only that knows.
     #[serde(default)]
     pub vm: Option<String>,

@@ -11,7 +11,7 @@ use crate::ControlError;
 use crate::messages::{Answer, MigrationLook, Request};
 
 /// Does to the migration of `handle` what `request` asks; other requests than those about a
-/// migration are refused.
+/// migration are refused. To watch it is for who has the connection ([`crate::watch`]).
 #[must_use]
 pub fn steer(handle: &MigrationHandle, request: &Request) -> Answer {
     let result = match request {
@@ -19,6 +19,7 @@ pub fn steer(handle: &MigrationHandle, request: &Request) -> Answer {
             let settings =
                 handle.settings().into_iter().map(|(key, value)| (key.to_owned(), value));
             return Answer::Migration(MigrationLook {
+                version: None,
                 vm: None,
                 to: handle.to().map(|to| to.to_string()),
                 progress: handle.progress().map(Box::new),

@@ -13,10 +13,13 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use godwit_control::asked::Asked;
+use godwit_control::events;
 use godwit_control::messages::{
     Answer, Cost, MigrateRequest, Plugged, ReceiveRequest, Request, Status,
 };
 use godwit_control::steer::{Socket, bind, steer};
+use godwit_control::watch::Watched;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
 use godwit_engine::handle::MigrationHandle;
@@ -31,6 +34,8 @@ use crate::{Machine, MachineEvent, MicrovmError};
 
 /// Requests are short.
 const LONGEST_REQUEST: u64 = 64 << 10;
+/// To who asks about a migration where there is none.
+const NO_MIGRATION: &str = "its guest does not migrate";
 /// To who wants something meanwhile.
 const PLUGGING: &str = "it is given more memory just now: wait until that is done";
 /// To who has plugged memory in that the guest will not use.
@@ -42,6 +47,8 @@ const IN_TWO_PLACES: &str = "memory of its guest is still to come from one machi
                              end it with --force";
 /// A client that does not read for so long is given up; the migration goes on.
 const WRITE_LIMIT: Duration = Duration::from_secs(5);
+/// Those who watch a migration are told its end within that, or not at all.
+const WATCHERS: Duration = Duration::from_secs(1);
 
 /// Whose the guest is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,8 +78,8 @@ struct Host {
     machine: Arc<Machine>,
     state: Mutex<State>,
     events: Sender<MachineEvent>,
-    /// The migration under way.
-    handle: Mutex<Option<MigrationHandle>>,
+    /// The migration under way, and those who watch it.
+    migration: Mutex<Option<(MigrationHandle, Watched)>>,
     /// Conversations that move a guest.
     moving: AtomicUsize,
 }
@@ -110,7 +117,7 @@ pub fn serve(
         machine: Arc::clone(machine),
         state: Mutex::new(state),
         events: events.clone(),
-        handle: Mutex::default(),
+        migration: Mutex::default(),
         moving: AtomicUsize::new(0),
     };
     let host = Arc::new(host);
@@ -178,36 +185,47 @@ impl Host {
         if !matches!(reader.read_line(&mut text), Ok(1..)) {
             return;
         }
-        let answer = match serde_json::from_str(&text) {
-            Ok(Request::Status) => Answer::Status(self.status()),
-            Ok(Request::Pause) => self.pause(),
-            Ok(Request::Resume { force }) => self.resume(force),
-            Ok(Request::Balloon { bytes }) => self.set_balloon(ByteCount(bytes)),
-            Ok(Request::Plug { bytes, slots }) => self.plug(ByteCount(bytes), slots),
-            Ok(Request::Quit { force: false }) if self.is_in_two_places() => {
+        let asked = match Asked::read(text.as_bytes()) {
+            Ok(asked) => asked,
+            Err(error) => return line.say(&refused(error)),
+        };
+        let answer = match asked.request.clone() {
+            Request::Status => Answer::Status(self.status()),
+            Request::Pause => self.pause(),
+            Request::Resume { force } => self.resume(force),
+            Request::Balloon { bytes } => self.set_balloon(ByteCount(bytes)),
+            Request::Plug { bytes, slots } => self.plug(ByteCount(bytes), slots),
+            Request::Quit { force: false } if self.is_in_two_places() => {
                 refused(IN_TWO_PLACES.to_owned())
             }
-            Ok(Request::Quit { .. }) => {
+            Request::Quit { .. } => {
                 line.say(&Answer::Done);
                 let _ = self.events.send(MachineEvent::Quit);
                 return;
             }
-            Ok(Request::Measure { time_ms }) => self.measure(time_ms, reader),
-            Ok(Request::Migrate(request)) => return self.migrate(&request, &line, reader),
-            Ok(
-                request @ (Request::Progress
-                | Request::Set { .. }
-                | Request::Redirect { .. }
-                | Request::SwitchOver { .. }
-                | Request::Cancel),
-            ) => match &*self.handle() {
-                Some(handle) => steer(handle, &request),
-                None => refused("its guest does not migrate".to_owned()),
+            Request::Measure { time_ms } => self.measure(time_ms, reader),
+            Request::Migrate(request) => return self.migrate(&request, &line, reader),
+            request @ (Request::Progress
+            | Request::Set { .. }
+            | Request::Redirect { .. }
+            | Request::SwitchOver { .. }
+            | Request::Cancel) => match &*self.migration() {
+                Some((handle, _)) => asked.answered(steer(handle, &request)),
+                None => refused(NO_MIGRATION.to_owned()),
             },
-            Ok(Request::Receive(request)) => {
+            Request::Watch => {
+                let watched = self.migration().as_ref().map(|(_, watched)| watched.clone());
+                let stream = line.0.lock().unwrap_or_else(PoisonError::into_inner);
+                let told = watched.map(|watched| watched.tell(&stream));
+                drop(stream);
+                match told.unwrap_or_else(|| Err(NO_MIGRATION.to_owned())) {
+                    Ok(()) => return,
+                    Err(error) => refused(error),
+                }
+            }
+            Request::Receive(request) => {
                 return self.receive(&request, &line, reader);
             }
-            Err(error) => refused(format!("not understood: {error}")),
         };
         line.say(&answer);
     }
@@ -216,8 +234,8 @@ impl Host {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn handle(&self) -> MutexGuard<'_, Option<MigrationHandle>> {
-        self.handle.lock().unwrap_or_else(PoisonError::into_inner)
+    fn migration(&self) -> MutexGuard<'_, Option<(MigrationHandle, Watched)>> {
+        self.migration.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Goes from `from` to `to`, or says what stands against it.
@@ -251,7 +269,7 @@ impl Host {
 
     /// How far the guest is on its way out.
     fn stage(&self) -> Option<Stage> {
-        self.handle().as_ref()?.progress().map(|progress| progress.stage)
+        self.migration().as_ref()?.0.progress().map(|progress| progress.stage)
     }
 
     /// Whether the guest has left this machine, and some of its memory is only here; or runs in
@@ -437,7 +455,8 @@ impl Host {
             }
         };
         let _moving = Moving::begin(&self.moving);
-        *self.handle() = Some(handle.clone());
+        let watched = Watched::default();
+        *self.migration() = Some((handle.clone(), watched.clone()));
         let seen = handle.clone();
         // Who only leaves when the guest is handed over gives nothing up by that: there is nobody
         // else who could serve its pages, or find out where it runs.
@@ -446,22 +465,30 @@ impl Host {
             !matches!(stage, Some(Stage::Handover | Stage::PostCopy))
         });
         let meter = Meter::start(&self.machine);
-        let result =
-            source::migrate(&mut vm, &options, &handle, &mut |progress| line.say(&progress.into()));
+        let result = source::migrate(&mut vm, &options, &handle, &mut |progress| {
+            watched.see(progress);
+            line.say(&progress.into());
+        });
         *self.state() = match result.as_ref().map_err(|failure| failure.survivor) {
             Ok(_) | Err(Survivor::Destination) => State::Gone,
             Err(Survivor::Unknown) => State::InDoubt,
             Err(Survivor::Lost) => State::Lost,
             Err(_) => State::Here,
         };
-        *self.handle() = None;
+        *self.migration() = None;
         let moved = result.is_ok();
         line.say(&match result {
             Ok(measures) => {
-                Answer::Migrated { measures: Box::new(measures), cost: meter.read(&self.machine) }
+                let cost = meter.read(&self.machine);
+                watched.end(events::migrated(&measures, cost));
+                Answer::Migrated { measures: Box::new(measures), cost }
             }
-            Err(failure) => Answer::from(&failure),
+            Err(failure) => {
+                watched.end(events::failed(&failure));
+                Answer::from(&failure)
+            }
         });
+        watched.settle(WATCHERS);
         if moved && !options.keep_source {
             let _ = self.events.send(MachineEvent::Quit);
         }

@@ -4,6 +4,7 @@
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
+use godwit_control::events;
 use godwit_engine::report::{DiskMeasures, Measures, PostCopyMeasures, Progress, Severed, Stage};
 use godwit_engine::{EngineError, Failure, Survivor, limits};
 use godwit_qemu::ListedDisk;
@@ -92,9 +93,9 @@ impl Display {
         let turns = std::mem::replace(&mut self.severed, severed) != severed;
         if self.json {
             if turns {
-                json_line(&turn_json(progress));
+                json_line(&events::turn(progress));
             }
-            json_line(&progress_json(progress));
+            json_line(&events::progress(progress));
             return;
         }
         if turns || severed {
@@ -171,16 +172,6 @@ fn outage_text(progress: &Progress) -> String {
     })
 }
 
-/// The event that the connections are lost, or stand again.
-fn turn_json(progress: &Progress) -> Value {
-    match &progress.severed {
-        Some(Severed { left, why, .. }) => {
-            json!({ "event": "severed", "why": why, "left_ms": left.as_secs_f64() * 1e3 })
-        }
-        None => json!({ "event": "resumed" }),
-    }
-}
-
 /// How a migration gets on, for `godwit status`: each line with its label.
 pub fn status_text(progress: &Progress, width: usize) -> String {
     let stage = match progress.stage {
@@ -255,16 +246,6 @@ fn remarks(progress: &Progress) -> Vec<(&'static str, String)> {
     remarks.extend(progress.advice.iter().map(|advice| ("advice", advice.clone())));
     remarks.extend(progress.warning.iter().map(|warning| ("warning", warning.clone())));
     remarks
-}
-
-fn progress_json(progress: &Progress) -> Value {
-    let mut value = json!({ "event": "progress" });
-    if let (Value::Object(object), Ok(Value::Object(rest))) =
-        (&mut value, serde_json::to_value(progress))
-    {
-        object.extend(rest);
-    }
-    value
 }
 
 /// Below this a time says nothing to people.
@@ -437,41 +418,15 @@ pub fn failure(failure: &Failure, json: bool) {
     };
     eprintln!("godwit: {}; {guest}", say::line(failure));
     if json {
-        json_line(&failure_json(failure));
+        json_line(&events::failed(failure));
     }
-}
-
-/// The same for programs.
-#[must_use]
-pub fn failure_json(failure: &Failure) -> Value {
-    let outcome = match (&failure.cause, failure.survivor) {
-        (_, Survivor::Unknown) => "in-doubt",
-        (EngineError::Cancelled, _) => "cancelled",
-        _ => "failed",
-    };
-    let guest = match failure.survivor {
-        Survivor::Source => "source",
-        Survivor::SourceStopped => "source-stopped",
-        Survivor::Unknown => "unknown",
-        Survivor::Destination => "destination",
-        Survivor::Ended => "ended",
-        Survivor::Lost => "lost",
-    };
-    json!({
-        "outcome": outcome,
-        "phase": failure.phase.to_string(),
-        "guest": guest,
-        "error": failure.cause.to_string(),
-    })
 }
 
 /// Tells that a VM was refused before anything began.
 pub fn refusal(error: &dyn std::fmt::Display, json: bool) {
     eprintln!("godwit: {}", say::line(error));
     if json {
-        json_line(
-            &json!({ "outcome": "refused", "guest": "untouched", "error": error.to_string() }),
-        );
+        json_line(&events::refused(error));
     }
 }
 

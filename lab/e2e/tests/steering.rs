@@ -1,6 +1,9 @@
 //! Guests that outrun the link are throttled and arrive; and a migration that runs can be asked,
 //! changed, switched over and cancelled. With QEMU and with microvms.
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::time::{Duration, Instant};
 
@@ -154,6 +157,24 @@ fn a_busy_guest_is_throttled_and_arrives() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Where a migration of this user's can be asked.
+fn socket(name: &str) -> PathBuf {
+    let user = rustix::process::getuid();
+    let own = std::env::var_os("XDG_RUNTIME_DIR").map(|path| PathBuf::from(path).join("godwit"));
+    let own = own.unwrap_or_else(|| format!("/tmp/godwit-{}", user.as_raw()).into());
+    let directory = if user.is_root() { "/run/godwit".into() } else { own };
+    directory.join(format!("{name}.sock"))
+}
+
+/// Asks at a control socket, as programs do; the lines that come in answer.
+fn asked(socket: &Path, request: &str) -> anyhow::Result<impl Iterator<Item = Value> + use<>> {
+    let mut stream = UnixStream::connect(socket).with_context(|| socket.display().to_string())?;
+    stream.set_read_timeout(Some(LIMIT))?;
+    writeln!(stream, "{request}")?;
+    let lines = BufReader::new(stream).lines().map_while(Result::ok);
+    Ok(lines.filter_map(|line| serde_json::from_str(&line).ok()))
+}
+
 #[test]
 fn a_migration_is_steered() -> anyhow::Result<()> {
     for machines in machines("a_migration_is_steered", Qemus::Newest) {
@@ -168,6 +189,22 @@ fn a_migration_is_steered() -> anyhow::Result<()> {
         ensure!(status["progress"]["sent_bytes"].as_u64() > Some(0), "{status}");
         ensure!(status["settings"]["downtime-limit"] == "5ms", "{status}");
         ensure!(status["settings"]["max-bandwidth"] == "20MiB/s", "{status}");
+
+        // As programs do, by versions: of a microvm its own socket tells the same.
+        let vm = machines.source().vm_name();
+        let own = vm.strip_prefix("microvm:").map(PathBuf::from);
+        let sockets: Vec<PathBuf> = std::iter::once(socket(&name)).chain(own).collect();
+        let mut watchers = Vec::new();
+        for socket in &sockets {
+            let look = asked(socket, r#"{"command":"progress","version":1}"#)?.next();
+            ensure!(look.context("no answer")?["version"] == 1);
+            let look = asked(socket, r#"{"command":"progress"}"#)?.next();
+            ensure!(look.context("no answer")?.get("version").is_none());
+            let refused = asked(socket, r#"{"command":"cancel","version":2}"#)?.next();
+            let refused = refused.context("no answer")?.to_string();
+            ensure!(refused.contains("version 2 is not spoken here: name one of 1"), "{refused}");
+            watchers.push(asked(socket, r#"{"command":"watch","version":1}"#)?);
+        }
 
         // What is wrong changes nothing, nor does what stands beside it.
         machines
@@ -193,6 +230,13 @@ fn a_migration_is_steered() -> anyhow::Result<()> {
         let watch = watch.wait(LIMIT)?;
         ensure!(watch.status.success(), "{}: {}", watch.status, watch.errors);
         ensure!(watch.last()["event"] == "ended", "{}", watch.last());
+        for watcher in watchers {
+            let told: Vec<Value> = watcher.collect();
+            let outcome = told.last().map(|line| line["outcome"].clone());
+            ensure!(outcome == Some("migrated".into()), "{outcome:?}");
+            ensure!(told[0]["answer"] == "watching", "{}", told[0]);
+            ensure!(told.iter().any(|line| line["event"] == "progress"), "{told:?}");
+        }
         // By name where another test has one that runs.
         machines.refused(&[&["set"], &of[..], &["patience=5s"]].concat(), "no migration ")?;
     }

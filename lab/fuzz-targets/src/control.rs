@@ -1,6 +1,7 @@
 //! The lines of the control sockets, that of a `godwitd` among them, as either end reads them, and
 //! what is printed of them.
 
+use godwit_control::asked::{Asked, VERSIONS};
 use godwit_control::messages::{Answer, Request};
 use godwit_control::steer::steer;
 use godwit_daemon::messages as daemon;
@@ -15,6 +16,10 @@ pub(crate) fn lines(bytes: &[u8]) {
     for line in bytes.split(|byte| *byte == b'\n') {
         if let Ok(request) = serde_json::from_slice::<Request>(line) {
             requested(&request);
+        }
+        if let Ok(asked) = Asked::read(line) {
+            assert!(asked.version.is_none_or(|version| VERSIONS.contains(&version)));
+            requested(&asked.request);
         }
         if let Ok(answer) = serde_json::from_slice::<Answer>(line) {
             answered(answer);

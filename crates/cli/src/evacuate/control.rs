@@ -105,3 +105,45 @@ fn ask(path: &Path, name: &str, request: &str) -> anyhow::Result<Value> {
         None => Ok(answer),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use godwit_evacuate::{Report, ReportedVm};
+
+    use super::super::limits;
+    use super::*;
+
+    #[test]
+    fn the_page_shows_what_is_answered() {
+        // Mutation: a field gets another name.
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/control.md");
+        let page = std::fs::read_to_string(page).unwrap();
+        let shown = page.split("```evacuation\n").nth(1).unwrap().split("```").next().unwrap();
+        let vm = ReportedVm {
+            name: "web01".to_owned(),
+            vm: "qemu:/run/web01.qmp".to_owned(),
+            state: "moving",
+            to: Some("east".to_owned()),
+            attempts: 1,
+            why: None,
+            bytes_per_second: Some(5e7),
+        };
+        let report = Report {
+            vms: vec![vm],
+            moved: 0,
+            stayed: 0,
+            in_doubt: 1,
+            budget_bytes_per_second: 1e8,
+            at_once: 2,
+        };
+        let why = limits::asked("explode", (godwit_units::Rate::ZERO, 1)).unwrap_err();
+        let written = [tell::as_json(&report), serde_json::json!({ "error": why })];
+        let lines: Vec<Value> =
+            shown.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(lines, written);
+        let request = "set bandwidth=800Mbit at-once=8";
+        assert!(
+            page.contains(request) && limits::asked(request, (godwit_units::Rate::ZERO, 1)).is_ok()
+        );
+    }
+}

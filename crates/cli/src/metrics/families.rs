@@ -325,6 +325,7 @@ mod tests {
         }))
         .unwrap();
         let look = MigrationLook {
+            version: None,
             vm: Some("qemu:/run/\"a\"\n.qmp".to_owned()),
             to: Some("192.0.2.7:7000".to_owned()),
             progress: Some(Box::new(progress)),
