@@ -24,10 +24,8 @@ pub(crate) fn compare() -> anyhow::Result<()> {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.args(["semver-checks", "--workspace", "--baseline-root"]).arg(&before);
     for name in &new {
-        println!(
-            "godwit-{name}: the release before did not have it, so there is nothing to compare"
-        );
-        cargo.args(["--exclude", &format!("godwit-{name}")]);
+        println!("{name}: the release before did not have it, so there is nothing to compare");
+        cargo.args(["--exclude", name]);
     }
     cargo.current_dir(&root).env("CARGO_TARGET_DIR", &place);
     let fits = cargo.status().context("cargo semver-checks")?.success();
@@ -40,15 +38,21 @@ pub(crate) fn compare() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The folders of `crates/` that were not there `before`, in order.
+/// The packages in `crates/` that can be published and were not there `before`, in order.
 fn new_crates(root: &Path, before: &Path) -> anyhow::Result<Vec<String>> {
     let crates = |root: &Path| root.join("crates");
     let mut names = Vec::new();
     for entry in std::fs::read_dir(crates(root))? {
-        let name = entry?.file_name();
-        let manifest = |root: &Path| -> PathBuf { crates(root).join(&name).join("Cargo.toml") };
-        if manifest(root).is_file() && !manifest(before).is_file() {
-            names.push(name.to_string_lossy().into_owned());
+        let folder = entry?.file_name();
+        let manifest = |root: &Path| -> PathBuf { crates(root).join(&folder).join("Cargo.toml") };
+        let (now, before) = (manifest(root), manifest(before));
+        let Ok(text) = std::fs::read_to_string(&now) else { continue };
+        let name = text.lines().find_map(|line| line.strip_prefix("name = "));
+        // Who cannot be published says so, as the workspace does.
+        let published = !text.lines().any(|line| line == "publish.workspace = true");
+        if published && !before.is_file() {
+            let name = name.with_context(|| format!("{} has no name", now.display()))?;
+            names.push(name.trim_matches('"').to_owned());
         }
     }
     names.sort_unstable();
@@ -63,15 +67,20 @@ mod tests {
     fn what_was_not_there_before_is_named() {
         let root = std::env::temp_dir().join(format!("xtask-semver-{}", std::process::id()));
         let (now, before) = (root.join("now"), root.join("before"));
-        for (at, name) in [(&now, "bitmap"), (&now, "tls"), (&now, "codec"), (&before, "codec")] {
+        let own = ("cli", "publish.workspace = true\n");
+        let [bitmap, tls, codec] = ["bitmap", "tls", "codec"].map(|name| (name, ""));
+        for (at, (name, more)) in
+            [(&now, bitmap), (&now, tls), (&now, own), (&now, codec), (&before, codec)]
+        {
             let place = at.join("crates").join(name);
             std::fs::create_dir_all(&place).unwrap();
-            std::fs::write(place.join("Cargo.toml"), "").unwrap();
+            let text = format!("[package]\nname = \"godwit-{name}\"\n{more}");
+            std::fs::write(place.join("Cargo.toml"), text).unwrap();
         }
         // A folder alone is no crate.
         std::fs::create_dir_all(before.join("crates/tls")).unwrap();
         let new = new_crates(&now, &before);
         std::fs::remove_dir_all(&root).unwrap();
-        assert_eq!(new.unwrap(), ["bitmap", "tls"]);
+        assert_eq!(new.unwrap(), ["godwit-bitmap", "godwit-tls"]);
     }
 }

@@ -168,7 +168,7 @@ fn of_vm(
     match vm.disk_list() {
         Ok(disks) if disks.is_empty() => findings.push(Finding::good("disks", "none")),
         Ok(disks) => {
-            findings.extend(disks.iter().map(|disk| of_disk(disk, arguments.disks_are_shared)));
+            findings.extend(disks.iter().map(of_disk));
         }
         Err(error) => findings.push(Finding::bad("disks", error.to_string()).cured(ANSWERS)),
     }
@@ -189,17 +189,10 @@ fn of_vm(
 /// What to do about a monitor that does not answer.
 const ANSWERS: &str = "see whether QEMU answers its monitor at all, and who else uses it";
 
-/// How a disk is cached matters where both hosts use the same storage: a host that caches what the
-/// other has written since serves old data (libvirt calls that unsafe, `VIR_MIGRATE_UNSAFE`).
-fn of_disk(disk: &ListedDisk, shared: bool) -> Finding {
+/// How the host caches it matters to a guest that counts on what it has flushed.
+fn of_disk(disk: &ListedDisk) -> Finding {
     let ListedDisk { name, size, file, cache, .. } = disk;
     let text = format!("'{name}' ({size}), cache={cache}: {file}");
-    if shared && !matches!(*cache, "none" | "directsync") {
-        return Finding::note("disk", text).cured(
-            "cache=none, unless its storage keeps the caches of both hosts alike: one of them may \
-             serve old data",
-        );
-    }
     if *cache == "unsafe" {
         return Finding::note("disk", text)
             .cured("any other cache=: what the guest has flushed is lost with its host");

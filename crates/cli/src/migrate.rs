@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use clap::Args;
 use godwit_confine::Rights;
 use godwit_control::messages::{Answer, Cost, DiskWish, Request};
-use godwit_control::watch::Watched;
+use godwit_control::watch::{LAST_WORDS, Watched};
 use godwit_control::{client, events};
 use godwit_disk::{DiskChoice, parse_granularity};
 use godwit_engine::Survivor;
@@ -247,9 +247,6 @@ fn name(text: &str) -> Result<String, String> {
     }
 }
 
-/// Those who watch a migration are told its end within that, or not at all.
-const WATCHERS: Duration = Duration::from_secs(1);
-
 /// What a source needs of what root may do, for a QEMU of another user; docs/security.md.
 const RIGHTS: Rights = Rights::TRACE
     .and(Rights::MAPPED)
@@ -406,7 +403,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             }
         }
     };
-    watched.settle(WATCHERS);
+    watched.settle(LAST_WORDS);
     code
 }
 

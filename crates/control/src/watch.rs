@@ -21,6 +21,8 @@ use crate::messages::Answer;
 pub const INTERVAL: Duration = Duration::from_millis(200);
 /// So many may watch one migration; each has a thread.
 pub const MOST: usize = 16;
+/// Those who watch are told the end within that, or not at all.
+pub const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Who does not read for so long is given up.
 const WRITE_LIMIT: Duration = Duration::from_secs(2);
 /// How often it is looked whether they are there still, where nothing changes.

@@ -58,6 +58,11 @@ impl Interrupt {
                 || self.is_lost() && !self.patient.load(Ordering::Acquire))
     }
 
+    /// Whether the peer gave up.
+    pub(crate) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
     fn is_lost(&self) -> bool {
         let lost = self.lost.load(Ordering::Acquire);
         lost > 0 && lost >= self.current.load(Ordering::Acquire)

@@ -671,30 +671,29 @@ impl Audit {
 
 impl fmt::Display for Audit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { pages, memory, disks, sent, order } = self;
-        let mut told_as_older = false;
+        let Self { pages: _, memory, disks, sent, order } = self;
         for (what, answer) in [("memory", Some(memory)), ("disks", disks.as_ref())] {
             let Some(answer) = answer else { continue };
             match &answer.first {
                 None => write!(f, "{what} arrived as sent; ")?,
                 Some(first) => {
-                    let count = answer.differing.0;
-                    write!(f, "{what}: {count} of {pages} did not arrive as sent: {first}; ")?;
-                    told_as_older |= matches!(first, Difference::Older { .. });
+                    write!(f, "{what}: {} did not arrive as sent: {first}; ", answer.differing)?;
                 }
             }
         }
         match &sent.first {
             None => write!(f, "all of it was sent; ")?,
-            Some(first) => write!(f, "{} of {pages} were not sent: {first}; ", sent.differing.0)?,
+            Some(first) => write!(f, "{} were not sent: {first}; ", sent.differing)?,
         }
+        let firsts = [Some(memory), disks.as_ref()].into_iter().flatten();
+        let mut told = firsts.filter_map(|answer| answer.first.as_ref());
         match &order.first {
             None => write!(f, "in order"),
-            Some(_) if told_as_older => {
-                write!(f, "not in order: older versions in {} places", order.differing.0)
+            Some(first) if told.any(|it| it == first) => {
+                write!(f, "not in order: older versions of {}", order.differing)
             }
             Some(first) => {
-                write!(f, "not in order: older versions in {} places: {first}", order.differing.0)
+                write!(f, "not in order: older versions of {}: {first}", order.differing)
             }
         }
     }

@@ -19,7 +19,7 @@ use godwit_control::messages::{
     Answer, Cost, MigrateRequest, Plugged, ReceiveRequest, Request, Status,
 };
 use godwit_control::steer::{Socket, bind, steer};
-use godwit_control::watch::Watched;
+use godwit_control::watch::{LAST_WORDS, Watched};
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
 use godwit_engine::handle::MigrationHandle;
@@ -47,8 +47,8 @@ const IN_TWO_PLACES: &str = "memory of its guest is still to come from one machi
                              end it with --force";
 /// A client that does not read for so long is given up; the migration goes on.
 const WRITE_LIMIT: Duration = Duration::from_secs(5);
-/// Those who watch a migration are told its end within that, or not at all.
-const WATCHERS: Duration = Duration::from_secs(1);
+/// Who asks has that long to write the request.
+const READ_LIMIT: Duration = Duration::from_secs(5);
 
 /// Whose the guest is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,6 +178,7 @@ impl Line {
 impl Host {
     fn converse(&self, stream: UnixStream) {
         let _ = stream.set_write_timeout(Some(WRITE_LIMIT));
+        let _ = stream.set_read_timeout(Some(READ_LIMIT));
         let Ok(reading) = stream.try_clone() else { return };
         let mut reader = BufReader::new(std::io::Read::take(reading, LONGEST_REQUEST));
         let line = Arc::new(Line(Mutex::new(stream)));
@@ -185,6 +186,8 @@ impl Host {
         if !matches!(reader.read_line(&mut text), Ok(1..)) {
             return;
         }
+        // What follows is only heard the end of.
+        let _ = reader.get_ref().get_ref().set_read_timeout(None);
         let asked = match Asked::read(text.as_bytes()) {
             Ok(asked) => asked,
             Err(error) => return line.say(&refused(error)),
@@ -488,7 +491,7 @@ impl Host {
                 Answer::from(&failure)
             }
         });
-        watched.settle(WATCHERS);
+        watched.settle(LAST_WORDS);
         if moved && !options.keep_source {
             let _ = self.events.send(MachineEvent::Quit);
         }

@@ -557,10 +557,15 @@ fn told_to_people(pair: &Pair, address: &str) -> anyhow::Result<String> {
     command.args(["receive", "--vm", &pair.destination.vm_name(), "--listen", address]);
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
     let lines = BufReader::new(child.stderr.take().context("no words")?).lines();
-    let told =
-        lines.map_while(Result::ok).find(|line| line.contains("of its memory is missing here"));
+    let (tell, told) = std::sync::mpsc::channel();
+    let reading = std::thread::spawn(move || {
+        let mut lines = lines.map_while(Result::ok);
+        let _ = lines.find(|line| line.contains("is missing here")).map(|line| tell.send(line));
+    });
+    let told = told.recv_timeout(LIMIT);
     child.kill()?;
     child.wait()?;
+    let _ = reading.join();
     told.context("not a word of what is missing")
 }
 

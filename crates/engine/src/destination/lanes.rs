@@ -457,8 +457,8 @@ fn await_channels(
     let mut streams: Vec<Option<Stream>> = numbers.clone().map(|_| None).collect();
     let until = Instant::now() + limits::CONNECT;
     while streams.iter().any(Option::is_none) {
-        // A source that gave up, or was lost for good, makes no channels any more.
-        if let Some(error) = session.superseded().or_else(|| session.interruption()) {
+        // A source that gave up makes no channels any more.
+        if let Some(error) = session.superseded().or_else(|| session.given_up()) {
             return Err(error);
         }
         let soon = until.min(Instant::now() + limits::TICK);

@@ -666,12 +666,19 @@ impl Destination<'_> {
             self.tell_missing(lanes)?;
         }
         // A source whose channels do not come has lost its connections once more.
-        lanes.start_again(&self.session, way, self.notice).map_err(|error| match error {
+        let started = lanes.start_again(&self.session, way, self.notice);
+        started.map_err(|error| match error {
             EngineError::Timeout { what, limit } => EngineError::Link {
                 peer: PEER,
                 source: io::Error::other(EngineError::Timeout { what, limit }),
             },
-            error => error,
+            error => {
+                if !error.is_loss() {
+                    // It ends the migration, and not how the connections were lost.
+                    self.cause = None;
+                }
+                error
+            }
         })?;
         if let Some(fetching) = &self.fetching {
             fetching.ask_again();

@@ -542,6 +542,12 @@ impl<'a> Session<'a> {
         None
     }
 
+    /// That the source has given up, if it has. What it said before that is of no interest any
+    /// more; of one that has not, all is left.
+    pub(super) fn given_up(&self) -> Option<EngineError> {
+        self.interrupt.is_over().then(|| self.interruption()).flatten()
+    }
+
     /// What ends the long calls of the machine.
     pub(super) fn interrupt(&self) -> &Interrupt {
         &self.interrupt

@@ -394,16 +394,16 @@ mod tests {
         let (pages, older, said) = answers(&[(0, 5, odd), (0, 6, old), (1, 7, odd)], &[(1, 9)]);
         assert_eq!((pages, older), ([2, 1, 1], 1));
         for words in [
-            "memory: 2 of 32 pages did not arrive as sent: RAM block 'ram' at 0x5000 holds",
-            "disks: 1 of 32 pages did not arrive as sent: disk 'vda' at 0x7000",
-            "1 of 32 pages were not sent: disk 'vda' at 0x9000",
-            "not in order: older versions in 1 places: RAM block 'ram' at 0x6000 holds the version",
+            "memory: 2 pages did not arrive as sent: RAM block 'ram' at 0x5000 holds",
+            "disks: 1 pages did not arrive as sent: disk 'vda' at 0x7000",
+            "1 pages were not sent: disk 'vda' at 0x9000",
+            "not in order: older versions of 1 pages: RAM block 'ram' at 0x6000 holds the version",
         ] {
             assert!(said.contains(words), "{words}: {said}");
         }
         // What is explained already is not said twice.
         let (pages, older, said) = answers(&[(0, 6, old)], &[]);
         assert_eq!((pages, older), ([1, 0, 0], 1));
-        assert!(said.ends_with("not in order: older versions in 1 places"), "{said}");
+        assert!(said.ends_with("not in order: older versions of 1 pages"), "{said}");
     }
 }

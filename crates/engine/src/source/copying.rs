@@ -31,7 +31,7 @@ use super::history::SentOf;
 use super::lanes::Lanes;
 use super::meter::{Part, Totals};
 use super::outage::Outage;
-use super::post_copy::with_post_copy;
+use super::post_copy::{could_leave, with_post_copy};
 use super::segment_table::{ARMING, SegmentTable};
 use super::session::{Event, Session};
 use super::setup::Setup;
@@ -573,7 +573,7 @@ impl Copying {
         source: &mut Source<'_>,
     ) -> Result<Option<EngineError>, EngineError> {
         let made_up = source.session.made_up();
-        let compared = self.digests.is_some();
+        let compared = self.digests.is_some() && source.options.verify == Verify::Live;
         let wanted = compared || made_up.is(Fault::TrustTracker);
         let (true, Some((_, key)), None) = (wanted, &self.fingerprints, &self.audited) else {
             return Ok(None);
@@ -603,7 +603,17 @@ impl Copying {
         let now = (stage, round, round_ended);
         let mut progress = self.convergence.progress(now, &source.meter, &self.disks, &self.lanes);
         progress.severed = self.outage().map(Outage::shown);
-        progress.advice = with_post_copy(&progress, source.may_leave);
+        if stage != Stage::PreCopy {
+            source.could_leave = None;
+        } else if round_ended && source.may_leave && source.options.post_copy == PostCopy::Never {
+            // Within a round what remains gets less, and the estimate stays.
+            source.could_leave = could_leave(&progress);
+        }
+        progress.advice = match progress.advice.take() {
+            Some(advice) if source.may_leave => Some(with_post_copy(&progress, advice)),
+            None => source.could_leave.clone(),
+            advice => advice,
+        };
         source.handle.report(&progress);
         (source.progress)(&progress);
     }

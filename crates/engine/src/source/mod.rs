@@ -370,6 +370,8 @@ struct Source<'a> {
     /// What is left may follow when the guest runs at the destination, and does.
     may_leave: bool,
     leaves: bool,
+    /// Why the guest could, as far as the last round has shown.
+    could_leave: Option<String>,
     /// Where what was missing then is in a third place as well.
     copied: Option<PathBuf>,
     /// How the connections were lost just now.
@@ -497,6 +499,7 @@ impl<'a> Source<'a> {
             ending,
             may_leave,
             leaves,
+            could_leave: None,
             copied: None,
             loss,
             record,

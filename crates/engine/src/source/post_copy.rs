@@ -19,30 +19,46 @@ use crate::remainder::{self, Mark};
 use crate::report::{Progress, Stage};
 use crate::{EngineError, limits, threads};
 
-/// The advice that goes with `progress` where post-copy is `possible`: what it would be like and
-/// would risk, for a guest that does not come to an end, and for one that is held back and would be
-/// gone sooner without that. Disks come before such a guest leaves, so with them nothing can be
-/// compared.
-pub(super) fn with_post_copy(progress: &Progress, possible: bool) -> Option<String> {
-    let advice = progress.advice.clone();
-    let remaining = progress.remaining;
-    let follows = progress.bandwidth.and_then(|bandwidth| bandwidth.time_for(remaining));
-    let Some(follows) = follows.filter(|_| possible) else { return advice };
-    let way = |time| {
-        format!(
-            "(godwit switchover --postcopy): {remaining} of its memory would follow within {}, \
-             and it is lost if one of both hosts ends meanwhile",
-            format_duration(time)
-        )
-    };
-    if let Some(advice) = advice {
-        return Some(format!("{advice}; or have it leave first {}", way(follows)));
+/// A guest that is held back is told that it could leave where it would be gone by that sooner by
+/// so much: less is not worth the risk.
+const WORTH: Duration = Duration::from_secs(5);
+
+/// What post-copy would be like now, and would risk.
+fn way(remaining: ByteCount, follows: Duration) -> String {
+    format!(
+        "(godwit switchover --postcopy): {remaining} of its memory would follow within {}, and it \
+         is lost if one of both hosts ends meanwhile",
+        format_duration(follows)
+    )
+}
+
+/// How long what remains would take to follow a guest that copies and is connected.
+fn follows(progress: &Progress) -> Option<Duration> {
+    let copies = progress.stage == Stage::PreCopy && progress.severed.is_none();
+    let bandwidth = progress.bandwidth.filter(|_| copies)?;
+    bandwidth.time_for(progress.remaining)
+}
+
+/// `advice` for a guest that does not come to an end, with what post-copy would be like, where that
+/// is possible.
+pub(super) fn with_post_copy(progress: &Progress, advice: String) -> String {
+    match follows(progress) {
+        Some(time) => {
+            format!("{advice}; or have it leave first {}", way(progress.remaining, time))
+        }
+        None => advice,
     }
+}
+
+/// What to say of a guest that is held back at the end of a round, and would be gone sooner by
+/// post-copy, where that is possible.
+pub(super) fn could_leave(progress: &Progress) -> Option<String> {
     let held = progress.throttle > 0.0 || progress.dirty_rate_limit.is_some();
-    let still = progress.remaining_time.filter(|_| held && progress.disks.is_empty())?.low;
-    (follows * 2 < still).then(|| {
-        let still = format_duration(still);
-        format!("the guest is held back for {still} more at least; it could leave {}", way(follows))
+    let still = progress.remaining_time.filter(|_| held)?.low;
+    let follows = follows(progress)?;
+    (follows + WORTH <= still).then(|| {
+        let (still, way) = (format_duration(still), way(progress.remaining, follows));
+        format!("the guest is held back for {still} more at least; it could leave {way}")
     })
 }
 
@@ -267,30 +283,31 @@ mod tests {
 
     #[test]
     fn advice_tells_of_post_copy_where_that_can_be() {
-        let stuck = Progress { advice: Some("quieten it".to_owned()), ..held_back(0) };
-        let told = with_post_copy(&stuck, true).unwrap();
+        let stuck = held_back(0);
+        let told = with_post_copy(&stuck, "quieten it".to_owned());
         assert!(told.starts_with("quieten it; or have it leave first"), "{told}");
         assert!(told.contains("256MiB of its memory would follow within 2s"), "{told}");
         let unknown = Progress { bandwidth: None, ..stuck.clone() };
-        for told in [with_post_copy(&stuck, false), with_post_copy(&unknown, true)] {
-            assert_eq!(told.as_deref(), Some("quieten it"));
+        let over = Progress { stage: Stage::Handover, ..stuck };
+        for progress in [unknown, over] {
+            assert_eq!(with_post_copy(&progress, "quieten it".to_owned()), "quieten it");
         }
     }
 
     #[test]
     fn a_guest_that_is_held_back_for_longer_than_its_memory_would_take_could_leave() {
-        // Mutations: it is not compared; told of a guest that nobody slows, or whose disks are
-        // still to come.
-        let told = with_post_copy(&held_back(5), true).unwrap();
-        assert!(told.contains("held back for 5s more at least; it could leave (godwit"), "{told}");
+        // Mutations: the times are not compared; told of a guest that nobody slows.
+        let told = could_leave(&held_back(7)).unwrap();
+        assert!(told.contains("held back for 7s more at least; it could leave (godwit"), "{told}");
         assert!(told.contains("follow within 2s, and it is lost if one of both hosts"), "{told}");
-        let governed = Progress { throttle: 0.0, dirty_rate_limit: Some(9.0), ..held_back(5) };
-        assert!(with_post_copy(&governed, true).is_some());
-        assert_eq!(with_post_copy(&held_back(5), false), None);
-        assert_eq!(with_post_copy(&held_back(4), true), None, "no gain that is worth the risk");
-        let free = Progress { throttle: 0.0, ..held_back(5) };
-        assert_eq!(with_post_copy(&free, true), None);
-        let unknown = Progress { remaining_time: None, ..held_back(5) };
-        assert_eq!(with_post_copy(&unknown, true), None);
+        let governed = Progress { throttle: 0.0, dirty_rate_limit: Some(9.0), ..held_back(7) };
+        assert!(could_leave(&governed).is_some());
+        assert_eq!(could_leave(&held_back(6)), None, "no gain that is worth the risk");
+        let free = Progress { throttle: 0.0, ..held_back(7) };
+        let unknown = Progress { remaining_time: None, ..held_back(7) };
+        let over = Progress { stage: Stage::Handover, ..held_back(7) };
+        for progress in [free, unknown, over] {
+            assert_eq!(could_leave(&progress), None);
+        }
     }
 }

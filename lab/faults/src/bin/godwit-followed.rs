@@ -67,8 +67,8 @@ fn configs() -> Vec<VmConfig> {
 
 /// The page that has the table, and where.
 const PAGE: &str = "docs/reliability.md";
-const BEGIN: &str = "<!-- made by `make faults-postcopy`: begin -->";
-const END: &str = "<!-- made by `make faults-postcopy`: end -->";
+const BEGIN: &str = "<!-- made by `make faults-postcopy`: begin -->\n";
+const END: &str = "<!-- made by `make faults-postcopy`: end -->\n";
 /// A run with as many of each is worth a table.
 const WORTH: u32 = 100;
 
