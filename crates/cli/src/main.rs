@@ -47,9 +47,8 @@ use tracing_subscriber::filter::Targets;
 /// What stands below the list of commands. With that it fits on one screen.
 const BELOW: &str = "\
 Start `godwit receive` beside the destination's VM, then `godwit migrate` beside
-the source's. Until the handover, whatever fails leaves the guest at the source.
-Exit codes: 0 done; 1 failed, the guest is where it was; 2 wrong usage; 3 an
-operator is needed; 4 a microvm's guest has died; 130 cancelled by Ctrl-C.
+the source's. Until the handover a failure leaves the guest there. Exit codes: 0
+done; 1 failed; 2 usage; 3 operator needed; 4 microvm's guest died; 130 Ctrl-C.
 ";
 
 /// Live-migrates running virtual machines, exactly and without losing one.
@@ -57,10 +56,21 @@ operator is needed; 4 a microvm's guest has died; 130 cancelled by Ctrl-C.
 #[command(name = "godwit", version, max_term_width = 80)]
 #[command(after_help = format!("{BELOW}{GRAMMAR}"))]
 struct Arguments {
-    /// Tell each step: off, error, warn, info, debug or trace
+    /// Tell steps: off, error, warn, info, debug or trace
     #[arg(long, global = true, value_name = "LEVEL", default_value = "off",
           hide_default_value = true, value_parser = log::filter)]
     log: Targets,
+    /// Tell them as text or as lines of json
+    #[arg(
+        long,
+        global = true,
+        value_name = "FORMAT",
+        value_enum,
+        default_value = "text",
+        hide_default_value = true,
+        hide_possible_values = true
+    )]
+    log_format: log::Format,
     #[command(subcommand)]
     command: Command,
 }
@@ -138,7 +148,7 @@ fn main() -> ExitCode {
     ) {
         say::ends_quietly();
     }
-    log::start(arguments.log);
+    log::start(arguments.log, arguments.log_format);
     match arguments.command {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),
