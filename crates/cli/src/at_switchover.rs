@@ -13,13 +13,14 @@ use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use godwit_engine::report::{Progress, Stage};
 use godwit_engine::source::BeforeSwitchover;
+use godwit_qemu::Identity;
 use godwit_units::format_duration;
 use rustix::process::{Pid, Signal, kill_process_group};
 
@@ -28,17 +29,19 @@ use crate::say;
 /// How long a command may take.
 const LIMIT: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(10);
-/// Waits for a line, which says how the migration has ended, or nothing.
-const WAIT: &str = "IFS= read -r outcome || exit 0
+/// Waits for three lines: the guest's name, its addresses, and how the migration has ended, or
+/// nothing.
+const WAIT: &str = "IFS= read -r name && IFS= read -r macs && IFS= read -r outcome || exit 0
+export GODWIT_NAME=\"$name\" GODWIT_MACS=\"$macs\"
 [ -z \"$outcome\" ] || export GODWIT_OUTCOME=\"$outcome\"
 exec sh -c \"$1\" </dev/null";
 
 /// What is run around the switchover.
 #[derive(Debug, Args)]
 pub(crate) struct HookArguments {
-    /// Before the guest is stopped, run this command by sh, with GODWIT_VM, GODWIT_TO and
-    /// GODWIT_HOOK (before) in its environment, while the guest runs. It has a minute; where it
-    /// fails the guest stays
+    /// Before the guest is stopped, run this command by sh, with GODWIT_VM, GODWIT_TO, GODWIT_NAME,
+    /// GODWIT_MACS and GODWIT_HOOK (before) in its environment, while the guest runs. It has a
+    /// minute; where it fails the guest stays
     #[arg(long = "hook-before", value_name = "COMMAND")]
     before: Option<String>,
 
@@ -53,9 +56,27 @@ pub(crate) struct HookArguments {
     after: Option<String>,
 }
 
+/// Who the guest is, once the VM was asked. Cloning shares it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Guest(Arc<OnceLock<Identity>>);
+
+impl Guest {
+    /// From now on commands are told.
+    pub(crate) fn is(&self, identity: Identity) {
+        let _ = self.0.set(identity);
+    }
+
+    /// Two lines; of what is not known they are empty.
+    fn lines(&self) -> String {
+        let Identity { name, macs } = self.0.get().cloned().unwrap_or_default();
+        format!("{}\n{}\n", say::line(name), macs.join(","))
+    }
+}
+
 /// The commands, each in a shell that waits.
 #[derive(Debug)]
 pub(crate) struct Hooks {
+    guest: Guest,
     before: Option<Arc<Hook>>,
     at: Option<Arc<Hook>>,
     /// It has been told to begin.
@@ -70,8 +91,10 @@ impl Hooks {
     /// # Errors
     /// When one cannot be started.
     pub(crate) fn new(arguments: &HookArguments, vm: &str, to: &str) -> io::Result<Self> {
+        let guest = Guest::default();
         let hook = |name: &'static str, command: &Option<String>| {
-            command.as_ref().map(|command| Hook::new(name, command, vm, to)).transpose()
+            let hook = |command: &String| Hook::new(name, command, (vm, to), &guest);
+            command.as_ref().map(hook).transpose()
         };
         Ok(Self {
             before: hook("before", &arguments.before)?.map(Arc::new),
@@ -79,7 +102,14 @@ impl Hooks {
             at_runs: None,
             after: hook("after", &arguments.after)?,
             over: Arc::default(),
+            guest,
         })
+    }
+
+    /// Who is to be told who the guest is, if anybody wants to know: asking takes time.
+    pub(crate) fn guest(&self) -> Option<Guest> {
+        let any = self.before.is_some() || self.at.is_some() || self.after.is_some();
+        any.then(|| self.guest.clone())
     }
 
     /// What the engine does before it stops the guest.
@@ -138,6 +168,7 @@ impl Drop for Hooks {
 struct Hook {
     name: &'static str,
     command: String,
+    guest: Guest,
     shell: Mutex<Shell>,
 }
 
@@ -151,7 +182,12 @@ struct Shell {
 }
 
 impl Hook {
-    fn new(name: &'static str, command: &str, vm: &str, to: &str) -> io::Result<Self> {
+    fn new(
+        name: &'static str,
+        command: &str,
+        (vm, to): (&str, &str),
+        guest: &Guest,
+    ) -> io::Result<Self> {
         let child = Command::new("sh")
             .args(["-c", WAIT, "godwit-hook", command])
             .env("GODWIT_VM", vm)
@@ -166,7 +202,7 @@ impl Hook {
             .spawn()
             .map_err(|error| io::Error::other(format!("--hook-{name}: no shell: {error}")))?;
         let shell = Mutex::new(Shell { child, begun: false, ended: None });
-        Ok(Self { name, command: command.to_owned(), shell })
+        Ok(Self { name, command: command.to_owned(), guest: guest.clone(), shell })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Shell> {
@@ -179,7 +215,7 @@ impl Hook {
         shell.begun = true;
         if let Some(mut stdin) = shell.child.stdin.take() {
             // A shell that is gone is found to have ended.
-            let _ = writeln!(stdin, "{outcome}");
+            let _ = writeln!(stdin, "{}{outcome}", self.guest.lines());
         }
     }
 
@@ -253,7 +289,7 @@ mod tests {
     use super::*;
 
     fn hook(name: &'static str, command: &str) -> Hook {
-        Hook::new(name, command, "libvirt:a b", "east:7000").unwrap()
+        Hook::new(name, command, ("libvirt:a b", "east:7000"), &Guest::default()).unwrap()
     }
 
     fn file(name: &str) -> PathBuf {
@@ -269,6 +305,22 @@ mod tests {
         hook("before", script).run("", || false).unwrap();
         let why = hook("before", "exit 7").run("", || false).unwrap_err();
         assert_eq!(why, "--hook-before 'exit 7' ended with exit status: 7");
+    }
+
+    #[test]
+    fn it_is_told_who_the_guest_is_once_the_vm_was_asked() {
+        // Mutations: the addresses are left out; a name is run, or ends the line.
+        let guest = Guest::default();
+        let told = |expected: &str| {
+            let script = format!("test \"$GODWIT_NAME|$GODWIT_MACS\" = '{expected}' || exit 3");
+            Hook::new("before", &script, ("qemu:/a", "east:7000"), &guest).unwrap()
+        };
+        let (empty, known) =
+            (told("|"), told("a $(exit 9)\\u000ab|52:54:00:00:00:01,52:54:00:00:00:02"));
+        empty.run("", || false).unwrap();
+        let macs = ["52:54:00:00:00:01", "52:54:00:00:00:02"].map(str::to_owned).to_vec();
+        guest.is(Identity { name: "a $(exit 9)\nb".to_owned(), macs });
+        known.run("", || false).unwrap();
     }
 
     #[test]

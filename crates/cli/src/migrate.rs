@@ -22,7 +22,7 @@ use godwit_report::{Head, Record, Recorder, Store};
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
 use serde_json::Value;
 
-use crate::at_switchover::{HookArguments, Hooks};
+use crate::at_switchover::{Guest, HookArguments, Hooks};
 use crate::deadline::{Deadline, OnTimeout};
 use crate::layout;
 use crate::otlp::{self, Collector};
@@ -344,7 +344,9 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let mut deadline = arguments.finish_by.map(|limit| Deadline::new(limit, arguments.on_timeout));
     let recorded = arguments.keeps_record || arguments.otlp.is_some();
     let mut recording = recorded.then(|| Recording::begin(arguments));
-    let result = move_guest(arguments, &options, (&disks, &security), &handle, &mut |progress| {
+    let guest = hooks.guest();
+    let wishes = (&disks, &security);
+    let result = move_guest(arguments, &options, wishes, guest, &handle, &mut |progress| {
         if let Some(recording) = &mut recording {
             recording.see(progress);
         }
@@ -421,6 +423,7 @@ fn move_guest(
     arguments: &Arguments,
     options: &Options,
     (disks, security): (&DiskWish, &SecurityWish),
+    guest: Option<Guest>,
     handle: &MigrationHandle,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
@@ -443,7 +446,7 @@ fn move_guest(
             let refused = |error| RequestError::Refused(refused_qemu(path, error));
             let vm = QemuSource::open(path).map_err(refused)?;
             let vm = prepare(vm, arguments, disks).map_err(refused)?;
-            move_qemu(vm, arguments, options, handle, progress)
+            move_qemu(vm, arguments, options, guest, handle, progress)
         }
         VmName::Libvirt { domain, uri } => {
             domain_wanted(domain).map_err(RequestError::Refused)?;
@@ -451,12 +454,12 @@ fn move_guest(
             let vm = QemuSource::open_domain(domain, &uri, arguments.undefine_source);
             let vm = vm.and_then(|vm| prepare(vm, arguments, disks));
             let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
-            move_qemu(vm, arguments, options, handle, progress)
+            move_qemu(vm, arguments, options, guest, handle, progress)
         }
         VmName::Proxmox(id) => {
             let vm = QemuSource::open_proxmox(id).and_then(|vm| prepare(vm, arguments, disks));
             let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
-            move_qemu(vm, arguments, options, handle, progress)
+            move_qemu(vm, arguments, options, guest, handle, progress)
         }
         VmName::Microvm(path) => {
             Ok(client::migrate(path, options, (disks, security), handle, progress)?)
@@ -489,10 +492,15 @@ fn move_qemu(
     mut vm: QemuSource,
     arguments: &Arguments,
     options: &Options,
+    guest: Option<Guest>,
     handle: &MigrationHandle,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
     let mut options = options.clone();
+    if let Some(guest) = guest {
+        // As with the hint below; and long before the guest stands still.
+        guest.is(vm.identity().unwrap_or_default());
+    }
     if let Some(left) = vm.left().map(Path::to_owned) {
         tell_wait(
             "a godwit that was killed has sent this guest away without all of its memory: what is \

@@ -61,7 +61,7 @@ pub use limits::Limits;
 pub use machine::Reporting;
 pub use proxmox::vm_state as proxmox_state;
 pub use ram::StateBy;
-pub use source::QemuSource;
+pub use source::{Identity, QemuSource};
 pub use start::{
     COMMAND as LAUNCH_COMMAND, MapError, Mapping, Shown, StartTerms, StartedDestination, launch,
 };

@@ -443,7 +443,12 @@ fn commands_are_run_around_the_switchover() -> anyhow::Result<()> {
     let Some(build) = builds_for("commands_are_run_around_the_switchover").pop() else {
         return Ok(());
     };
-    let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+    // A name that a shell must not read, and cards of two kinds.
+    let named = "web $(01),debug-threads=on";
+    let cards = ["virtio-net-pci,mac=52:54:00:00:00:01", "rtl8139,mac=52:54:00:00:00:02"];
+    let (name, macs) = ("web $(01)", "52:54:00:00:00:01,52:54:00:00:00:02");
+    let extra = ["-name", named, "-device", cards[0], "-device", cards[1]];
+    let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_extra(&extra);
     let mut pair = Pair::start(&config)?;
     let file = std::env::temp_dir().join(format!("godwit-e2e-hooks-{}", std::process::id()));
     let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -454,13 +459,14 @@ fn commands_are_run_around_the_switchover() -> anyhow::Result<()> {
         Ok(text.lines().map(words).collect())
     };
     let note = |more: &str| {
-        let told = "$GODWIT_HOOK $GODWIT_VM $GODWIT_OUTCOME $(grep CapBnd /proc/self/status)";
-        format!("echo {told} >> {}{more}", file.display())
+        let who = "$GODWIT_VM $GODWIT_NAME $GODWIT_MACS";
+        let told = format!("$GODWIT_HOOK {who} $GODWIT_OUTCOME $(grep CapBnd /proc/self/status)");
+        format!("echo \"{told}\" >> {}{more}", file.display())
     };
     let own = std::fs::read_to_string("/proc/self/status")?;
     let own = own.lines().find(|line| line.starts_with("CapBnd")).context("no rights")?;
-    let name = pair.source.vm_name();
-    let line = |hook: &str, outcome: &str| words(&format!("{hook} {name} {outcome} {own}"));
+    let who = format!("{} {name} {macs}", pair.source.vm_name());
+    let line = |hook: &str, outcome: &str| words(&format!("{hook} {who} {outcome} {own}"));
     let hooks = |before: &'static str| {
         let [before, plain] = [note(before), note("")];
         [("before", before), ("at", plain.clone()), ("after", plain)]

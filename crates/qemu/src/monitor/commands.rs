@@ -35,6 +35,7 @@ type Done = IgnoredAny;
 commands! {
     QueryVersion: "query-version" -> Versions;
     QueryStatus: "query-status" -> Status;
+    QueryName: "query-name" -> Name;
     QueryMigrate: "query-migrate" -> Migration;
     QueryCapabilities: "query-migrate-capabilities" -> Vec<Capability>;
     QueryParameters: "query-migrate-parameters" -> Map<String, Value>;
@@ -97,6 +98,15 @@ pub(crate) struct QueryStatus;
 #[derive(Debug, Deserialize)]
 pub(crate) struct Status {
     pub(crate) status: String,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct QueryName;
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct Name {
+    #[serde(default)]
+    pub(crate) name: Option<String>,
 }
 
 #[derive(Debug, Serialize)]

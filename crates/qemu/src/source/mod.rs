@@ -20,6 +20,7 @@
 mod back_ends;
 mod capabilities;
 mod examine;
+mod identity;
 mod stop;
 mod vm;
 
@@ -63,6 +64,7 @@ use crate::way_back;
 use back_ends::{BackEnds, pids};
 pub(crate) use examine::examine;
 use examine::{Examined, examine_left};
+pub use identity::Identity;
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
