@@ -23,8 +23,8 @@ const GOOD_CLOCKS: [&str; 2] = ["tsc", "hyperv_clocksource_tsc_page"];
 /// What lets another process be looked into (ptrace(2), "Ptrace access mode checking").
 const MAY_TRACE: &str = "run godwit as root, or give it CAP_SYS_PTRACE; in a container, and under \
                          SELinux or AppArmor, ptrace must be allowed";
-const KEYS: &str = "let this user read them; or remove what is there and make all by `godwit keys`; or \
-                    name others by --keys";
+const KEYS: &str = "let this user read them; or remove what is there, and make all by `godwit \
+                    keys`; or name others by --keys";
 
 /// Tries what migrations need of this host, on a [`Subject`] that `program` becomes, with `keys` as
 /// the directory of this host's keys. Takes some milliseconds.

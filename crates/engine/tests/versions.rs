@@ -27,6 +27,7 @@ use godwit_wire::{
 use machine::{Destination, Source, options};
 
 const SESSION: SessionId = SessionId([7; 16]);
+const SECRET: [u8; 32] = [5; 32];
 
 /// A destination for the guest of `source`, in a thread: where it listens, what it tells, and how
 /// it ends.
@@ -286,6 +287,28 @@ fn join(to: &Address, role: Role, attempt: u32) -> TcpStream {
     stream
 }
 
+/// A source that has told its secret and made a channel comes back, and will make so many; its
+/// new control connection.
+fn come_back(
+    to: &Address,
+    mut control: TcpStream,
+    mut channel: TcpStream,
+    channels: u8,
+) -> TcpStream {
+    // Told by the answer that the secret has come.
+    channel.write_all(&barrier(0)).unwrap();
+    say(&mut control, &Message::RoundEnd { round: 0 });
+    assert!(matches!(read_message(&mut control), Message::RoundAck { .. }));
+    control = join(to, Role::Resume, 1);
+    let attempt = 1_u32.to_le_bytes();
+    let words: [&[u8]; 5] = [b"godwit", b"resume", &SESSION.0, &attempt, &[channels]];
+    let proof = godwit_tls::prove(&SECRET, &words);
+    say(&mut control, &Message::Resume { channels, proof });
+    read_greeting(&mut control).unwrap();
+    assert!(matches!(read_message(&mut control), Message::Resumed { .. }));
+    control
+}
+
 /// What the destination says at last of a source with these `features` that asks for fingerprints:
 /// before it was ever gone, or so many times after it is back.
 fn asks_for_prints(features: Features, back: Option<usize>) -> (usize, String) {
@@ -293,21 +316,10 @@ fn asks_for_prints(features: Features, back: Option<usize>) -> (usize, String) {
     let (to, _told, receiving, cancel) = receive(&source, Duration::from_secs(60));
     let mut control = greet(&to, Version::V6);
     accepts(&mut control, Message::Offer(offer(&source, features)));
-    let secret = [5; 32];
-    say(&mut control, &Message::Keep(Secret(secret)));
+    say(&mut control, &Message::Keep(Secret(SECRET)));
     let mut channel = join(&to, Role::Channel(0), 0);
     if back.is_some() {
-        // Told by the answer that the secret has come.
-        channel.write_all(&barrier(0)).unwrap();
-        say(&mut control, &Message::RoundEnd { round: 0 });
-        assert!(matches!(read_message(&mut control), Message::RoundAck { .. }));
-        control = join(&to, Role::Resume, 1);
-        let attempt = 1_u32.to_le_bytes();
-        let words: [&[u8]; 5] = [b"godwit", b"resume", &SESSION.0, &attempt, &[1]];
-        let proof = godwit_tls::prove(&secret, &words);
-        say(&mut control, &Message::Resume { channels: 1, proof });
-        read_greeting(&mut control).unwrap();
-        assert!(matches!(read_message(&mut control), Message::Resumed { .. }));
+        control = come_back(&to, control, channel, 1);
         channel = join(&to, Role::Channel(0), 1);
     }
     for _ in 0..back.unwrap_or(1) {
@@ -369,6 +381,23 @@ fn a_source_that_gives_up_before_its_channels_are_there_is_heard() {
         let failure = receiving.join().unwrap().unwrap_err();
         assert!(failure.to_string().contains("no userfaultfd here"), "{failure}");
     }
+}
+
+#[test]
+fn a_source_that_gives_up_while_it_comes_back_is_heard() {
+    // Mutation: that the connections were lost stays the reason.
+    let source = Source::start(Duration::from_secs(60), Vec::new());
+    let (to, _told, receiving, _cancel) = receive(&source, Duration::from_secs(60));
+    let mut control = greet(&to, Version::V6);
+    accepts(&mut control, Message::Offer(offer(&source, usual())));
+    say(&mut control, &Message::Keep(Secret(SECRET)));
+    let channel = join(&to, Role::Channel(0), 0);
+    let mut control = come_back(&to, control, channel, 2);
+    let _one_of_two = join(&to, Role::Channel(0), 1);
+    let text = "Ctrl-C".to_owned();
+    say(&mut control, &Message::Abort { code: AbortCode::Cancelled, text });
+    let failure = receiving.join().unwrap().unwrap_err();
+    assert!(failure.to_string().contains("Ctrl-C"), "{failure}");
 }
 
 #[test]

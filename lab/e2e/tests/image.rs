@@ -122,7 +122,10 @@ fn checked(disk: &DiskImage) -> (Option<i32>, Value) {
     let path = disk.path().display().to_string();
     let output = stamp.run(&["check", &path, "--json"]).unwrap();
     let told = serde_json::from_slice(&output.stdout);
-    (output.status.code(), told.expect(&String::from_utf8_lossy(&output.stderr)))
+    (
+        output.status.code(),
+        told.unwrap_or_else(|_| panic!("{}", String::from_utf8_lossy(&output.stderr))),
+    )
 }
 
 #[test]

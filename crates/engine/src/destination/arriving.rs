@@ -62,7 +62,9 @@ impl Arriving {
         }
         .map_err(EngineError::Vm)?;
         #[cfg(feature = "test-hooks")]
-        if self.blocks.iter().position(|pages| Some(pages) == self.blocks.iter().max()) == Some(block) {
+        if self.blocks.iter().position(|pages| Some(pages) == self.blocks.iter().max())
+            == Some(block)
+        {
             let data = (content == Content::Data).then_some(bytes);
             crate::stamped::note_placed(run, data);
         }

@@ -40,7 +40,7 @@ use super::state_relay::StateRelay;
 use super::turns::Turns;
 use super::verification::{self, Cost};
 use super::wires::Wires;
-use super::{PEER, Verify, look_back};
+use super::{PEER, PostCopy, Verify, look_back};
 use crate::address::Stream;
 use crate::link::link_error;
 use crate::report::{RoundMeasures, Stage};
