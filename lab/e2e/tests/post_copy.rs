@@ -560,7 +560,9 @@ fn told_to_people(pair: &Pair, address: &str) -> anyhow::Result<String> {
     let (tell, told) = std::sync::mpsc::channel();
     let reading = std::thread::spawn(move || {
         let mut lines = lines.map_while(Result::ok);
-        let _ = lines.find(|line| line.contains("is missing here")).map(|line| tell.send(line));
+        let _ = lines
+            .find(|line| line.contains("of its memory is missing here"))
+            .map(|line| tell.send(line));
     });
     let told = told.recv_timeout(LIMIT);
     child.kill()?;
