@@ -76,8 +76,10 @@ fn a_shared_image_is_told_by_itself_and_a_smaller_one_by_its_size() -> anyhow::R
         let (migrate, _) = pair.migrate(&["--verify"])?;
         check_moved(&mut pair, &migrate)?;
         let told = &migrate.lines[0];
-        let disk =
-            json!({ "name": "disk0", "size_bytes": SIZE.0, "file": shared.path(), "moves": false });
+        let disk = json!({
+            "name": "disk0", "size_bytes": SIZE.0, "file": shared.path(), "cache": "writeback",
+            "moves": false,
+        });
         ensure!(told["event"] == "disks" && told["disks"] == json!([disk]), "{told}");
     }
     Ok(())
