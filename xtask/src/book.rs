@@ -43,8 +43,7 @@ fn mdbook() -> anyhow::Result<PathBuf> {
         }
     }
     println!("building mdbook {MDBOOK} into {} (once, a few minutes)", tools.display());
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let built = Command::new(cargo)
+    let built = crate::cargo()
         .args(["install", "--quiet", "--locked", "--no-default-features", "--features", "search"])
         .args(["mdbook", "--version", MDBOOK, "--root"])
         .arg(&tools)

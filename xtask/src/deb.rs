@@ -10,7 +10,7 @@ use std::process::Command;
 
 use anyhow::{Context, bail, ensure};
 
-use crate::{apt, guest};
+use crate::{apt, guest, top};
 
 /// The unit of `godwit-stamp` as images have it, where the program lies beside what the system's
 /// packages bring.
@@ -192,10 +192,9 @@ fn is_static(program: &[u8]) -> bool {
 /// The release build, without what only tests have.
 fn release() -> anyhow::Result<PathBuf> {
     println!("building godwit and godwitd (cargo build --release)");
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let packages = ["--package", "godwit-cli", "--package", "godwitd"];
     let programs = ["--bin", "godwit", "--bin", "godwitd"];
-    let mut build = Command::new(cargo);
+    let mut build = crate::cargo();
     build.args(["build", "--quiet", "--release"]).args(packages).args(programs);
     apt::output(build.arg("--target-dir").arg(crate::target_dir()))?;
     Ok(crate::target_dir().join("release/godwit"))
@@ -273,10 +272,6 @@ fn installed_kib(dir: &Path) -> anyhow::Result<u64> {
         };
     }
     Ok(kib)
-}
-
-fn top() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
 }
 
 /// Files of a package may be read by everybody, whatever the umask of who builds it.

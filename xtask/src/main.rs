@@ -21,7 +21,7 @@ mod semver;
 mod witness;
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 
 const USAGE: &str = "usage: cargo run -p xtask -- CHORE
   guest   builds target/guest/vmlinuz and target/guest/initramfs.cpio
@@ -65,8 +65,18 @@ fn main() -> ExitCode {
     }
 }
 
+/// The checkout.
+fn top() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
+}
+
 /// The workspace's own `target/`, whatever CARGO_TARGET_DIR says: the places in it are named in
 /// documentation.
 fn target_dir() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new(".")).join("target")
+    top().join("target")
+}
+
+/// The cargo that runs this.
+fn cargo() -> Command {
+    Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
 }

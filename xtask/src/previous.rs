@@ -58,8 +58,8 @@ pub(crate) const SHALLOW: &str = "this checkout's history does not have the comm
 
 /// Builds it where it is not there yet.
 pub(crate) fn provide() -> anyhow::Result<()> {
-    let root = crate::target_dir().with_file_name("");
-    let release = Release::of(&root)?;
+    let root = crate::top();
+    let release = Release::of(root)?;
     let commit = &release.commit;
     let dir = crate::target_dir().join("previous").join(commit);
     let program = dir.join("godwit");
@@ -67,15 +67,15 @@ pub(crate) fn provide() -> anyhow::Result<()> {
         println!("{} is there", program.display());
         return Ok(());
     }
-    if !release.is_in_history(&root) {
+    if !release.is_in_history(root) {
         println!("the previous release cannot be built here: {SHALLOW}");
         return Ok(());
     }
     println!("building the godwit of the previous release, {commit} (once, a few minutes)");
     let began = Instant::now();
     let (source, build) = (dir.join("source"), dir.join("build"));
-    release.unpack(&root, &source)?;
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    release.unpack(root, &source)?;
+    let mut cargo = crate::cargo();
     // Its own Cargo.lock; what this one has downloaded serves for it.
     cargo.args(["build", "--quiet", "--locked", "--package", "godwit-cli", "--bin", "godwit"]);
     cargo.current_dir(&source).env("CARGO_TARGET_DIR", &build);

@@ -6,7 +6,6 @@
 //! cannot be published.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::{Context, ensure};
 
@@ -14,20 +13,20 @@ use crate::previous::{Release, SHALLOW};
 
 /// Compares all of them.
 pub(crate) fn compare() -> anyhow::Result<()> {
-    let root = crate::target_dir().with_file_name("");
-    let release = Release::of(&root)?;
-    ensure!(release.is_in_history(&root), "{SHALLOW}");
+    let root = crate::top();
+    let release = Release::of(root)?;
+    ensure!(release.is_in_history(root), "{SHALLOW}");
     let place = crate::target_dir().join("semver");
     let before = place.join("before");
-    release.unpack(&root, &before)?;
-    let new = new_crates(&root, &before)?;
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    release.unpack(root, &before)?;
+    let new = new_crates(root, &before)?;
+    let mut cargo = crate::cargo();
     cargo.args(["semver-checks", "--workspace", "--baseline-root"]).arg(&before);
     for name in &new {
         println!("{name}: the release before did not have it, so there is nothing to compare");
         cargo.args(["--exclude", name]);
     }
-    cargo.current_dir(&root).env("CARGO_TARGET_DIR", &place);
+    cargo.current_dir(root).env("CARGO_TARGET_DIR", &place);
     let fits = cargo.status().context("cargo semver-checks")?.success();
     std::fs::remove_dir_all(&before)?;
     ensure!(

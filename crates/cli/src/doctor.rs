@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::Args;
 use godwit_control::client;
-use godwit_doctor::{Finding, Verdict, host, worst};
+use godwit_doctor::{Finding, MAY_GOVERN, Verdict, host, worst};
 use godwit_engine::address::Address;
 use godwit_engine::measure::{Measured, measure};
 use godwit_engine::security::DEFAULT_KEYS;
@@ -167,9 +167,7 @@ fn of_vm(
     }
     match vm.disk_list() {
         Ok(disks) if disks.is_empty() => findings.push(Finding::good("disks", "none")),
-        Ok(disks) => {
-            findings.extend(disks.iter().map(of_disk));
-        }
+        Ok(disks) => findings.extend(disks.iter().map(of_disk)),
         Err(error) => findings.push(Finding::bad("disks", error.to_string()).cured(ANSWERS)),
     }
     match vm.reporting().map(|reporting| reporting.advice()) {
@@ -230,7 +228,7 @@ fn of_writes(measured: &Measured) -> Vec<Finding> {
             "governor",
             "a guest that outruns the link has its processors throttled, not its writes governed",
         )
-        .cured("let godwit open /dev/userfaultfd, or set vm.unprivileged_userfaultfd to 1"),
+        .cured(MAY_GOVERN),
     };
     vec![Finding::good("tracking", text), governed]
 }

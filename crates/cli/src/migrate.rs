@@ -386,7 +386,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     }
     let code = match result {
         Ok((measures, cost)) => {
-            tell(&measures, cost, arguments.json);
+            tell(&measures, cost, arguments.json.then_some(&last));
             hooks.end(Some("migrated"));
             ExitCode::SUCCESS
         }
@@ -589,10 +589,11 @@ pub(crate) fn records() -> Option<Store> {
     Store::own(rustix::process::geteuid().is_root())
 }
 
-fn tell(measures: &Measures, cost: Cost, json: bool) {
+/// Tells how it ended, to programs by the `last` line.
+fn tell(measures: &Measures, cost: Cost, last: Option<&Value>) {
     let Cost { cpu_ms, peak_rss_bytes: rss } = cost;
-    if json {
-        json_line(&events::migrated(measures, cost));
+    if let Some(last) = last {
+        json_line(last);
     } else {
         let width = layout::width(&std::io::stdout());
         print!("migrated\n{}", output::measures_text(measures, cpu_ms, rss, width));

@@ -5,7 +5,7 @@
 //!   {"command":"pause"} resume, quit           -> {"answer":"done"}
 //!   {"command":"migrate","to":"host:port", …}  -> {"answer":"progress", …} … {"answer":"migrated", …}
 //!   {"command":"receive","listen":"…", …}      -> {"answer":"listening", …} {"answer":"notice", …} … {"answer":"received", …}
-//!   {"command":"watch"}                        -> {"answer":"watching", …} {"event":"progress", …} … {"outcome":"migrated", …}
+//!   {"command":"watch"}                        -> {"answer":"watching", …} {"event":…} … {"outcome":…}
 //!   anything that cannot be done               -> {"answer":"refused","error":"…"}
 //! ```
 //!

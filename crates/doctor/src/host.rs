@@ -23,6 +23,9 @@ const GOOD_CLOCKS: [&str; 2] = ["tsc", "hyperv_clocksource_tsc_page"];
 /// What lets another process be looked into (ptrace(2), "Ptrace access mode checking").
 const MAY_TRACE: &str = "run godwit as root, or give it CAP_SYS_PTRACE; in a container, and under \
                          SELinux or AppArmor, ptrace must be allowed";
+/// The cure where a guest's writes cannot be governed (userfaultfd(2)).
+pub const MAY_GOVERN: &str =
+    "let godwit open /dev/userfaultfd, or set vm.unprivileged_userfaultfd to 1";
 const KEYS: &str = "let this user read them; or remove what is there, and make all by `godwit \
                     keys`; or name others by --keys";
 
@@ -161,8 +164,7 @@ fn govern(tracker: &PagemapTracker, subject: &mut Subject) -> Finding {
             "a guest that outruns the link can have its processors throttled, but not its writes \
              governed, which costs it less: {error}"
         );
-        Finding::note(WHAT, text)
-            .cured("let godwit open /dev/userfaultfd, or set vm.unprivileged_userfaultfd to 1")
+        Finding::note(WHAT, text).cured(MAY_GOVERN)
     };
     let written = govern().map_err(|error| lacking(&error)).and_then(|()| {
         let writes = WRITTEN.iter().try_for_each(|page| subject.write(*page));

@@ -18,5 +18,5 @@ mod host;
 mod subject;
 
 pub use finding::{Finding, Verdict, worst};
-pub use host::host;
+pub use host::{MAY_GOVERN, host};
 pub use subject::{COMMAND, Subject, stand};

@@ -166,8 +166,8 @@ impl Placed {
             let records = std::fs::read(file)?;
             // Whoever was killed may have left a part of the last one.
             for record in records.as_chunks::<16>().0 {
-                let [page, print] = [&record[..8], &record[8..]]
-                    .map(|word| word.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte)));
+                let word = |at| u64::from_le_bytes(std::array::from_fn(|byte| record[at + byte]));
+                let (page, print) = (word(0), word(8));
                 ram.read_exact_at(&mut bytes, PageIndex(page).offset())?;
                 let came = key.page(&bytes).word() == print;
                 ensure!(came, "page {page} came otherwise than it was at the source");

@@ -270,7 +270,7 @@ pub(crate) struct Cache {
     no_flush: bool,
 }
 
-/// What is told of is not the same everywhere.
+/// Where it is not told, the host writes back, which is QEMU's default.
 fn usual() -> bool {
     true
 }
