@@ -485,6 +485,8 @@ pub enum NoticeLine {
     },
     AwaitingSource {
         limit_ms: u64,
+        #[serde(default)]
+        runs: bool,
     },
     Severed {
         why: String,
@@ -588,8 +590,8 @@ impl From<&Notice> for Answer {
             Notice::Round { round, received } => {
                 NoticeLine::Round { round: *round, received_bytes: received.0 }
             }
-            Notice::AwaitingSource { limit } => {
-                NoticeLine::AwaitingSource { limit_ms: limit.as_millis() as u64 }
+            Notice::AwaitingSource { limit, runs } => {
+                NoticeLine::AwaitingSource { limit_ms: millis(*limit), runs: *runs }
             }
             Notice::Severed { why, limit } => {
                 NoticeLine::Severed { why: why.clone(), limit_ms: millis(*limit) }
@@ -632,8 +634,8 @@ impl From<NoticeLine> for Notice {
             NoticeLine::Round { round, received_bytes } => {
                 Self::Round { round, received: ByteCount(received_bytes) }
             }
-            NoticeLine::AwaitingSource { limit_ms } => {
-                Self::AwaitingSource { limit: Duration::from_millis(limit_ms) }
+            NoticeLine::AwaitingSource { limit_ms, runs } => {
+                Self::AwaitingSource { limit: Duration::from_millis(limit_ms), runs }
             }
             NoticeLine::Severed { why, limit_ms } => {
                 Self::Severed { why, limit: Duration::from_millis(limit_ms) }

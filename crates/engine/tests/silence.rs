@@ -190,6 +190,35 @@ fn a_link_that_stands_and_carries_nothing_at_ready_is_lost_for_both() {
 }
 
 #[test]
+fn a_destination_that_runs_the_guest_is_not_kept_waiting_for_a_lost_source() {
+    let tunnel = Tunnel::new("running");
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    let frozen = Arc::clone(&tunnel.frozen);
+    // COMMIT has come, and what is said from here on never arrives.
+    let freeze = move || frozen.store(true, Ordering::Relaxed);
+    let mut to = Destination { while_starting: Box::new(freeze), ..Destination::of(&source) };
+    let listener = Listener::bind(&Tunnel::address(&tunnel.far)).unwrap();
+    let options = Options { to: Tunnel::address(&tunnel.near), ..options(1, false) };
+    // It asks for a minute, and is not waited for.
+    std::thread::spawn(move || migrate(&mut source, &options, &quick(), &mut |_| {}));
+    let (cancel, mut awaited) = (Cancel::default(), None);
+
+    let result =
+        receive(&mut to, &listener, &destination::Options::default(), &cancel, &mut |notice| {
+            if let Notice::AwaitingSource { limit, runs } = notice {
+                assert_eq!((*limit, *runs), (limits::LINGER, true));
+                awaited = Some(Instant::now());
+                cancel.cancel();
+            }
+        });
+
+    let waited = awaited.unwrap().elapsed();
+    assert!(waited < limits::LINGER / 10, "it waited for {waited:?} longer");
+    assert!(result.unwrap().running);
+    assert!(to.found.lock().unwrap().ran);
+}
+
+#[test]
 fn a_destination_that_is_busy_for_longer_is_waited_for() {
     let mut source = Source::start(Duration::from_secs(60), Vec::new());
     let to = destination(&source, Box::new(|| std::thread::sleep(BUSY)));

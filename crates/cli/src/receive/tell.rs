@@ -113,11 +113,15 @@ pub(super) fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
             }));
         }
         Notice::Dumped(dumped) => eprintln!("{}", dumped_words(dumped)),
-        Notice::AwaitingSource { limit } => {
+        Notice::AwaitingSource { limit, runs } => {
             let limit = format_duration(*limit);
+            let (state, word) = match runs {
+                true => ("; the guest runs here", "ask for it; Ctrl-C ends the wait"),
+                false => ("", "say who runs the guest"),
+            };
             eprintln!(
-                "godwit: the source was lost at the handover; waiting up to {limit} for it to say \
-                 who runs the guest"
+                "godwit: the source was lost at the handover{state}; waiting up to {limit} for it \
+                 to {word}"
             );
         }
     }

@@ -230,12 +230,22 @@ impl Destination<'_> {
 
     /// The same when nothing is missing any more, and the source may not know: within a limit.
     pub(super) fn await_asking_source(&mut self) -> Result<Input, EngineError> {
-        (self.notice)(&Notice::AwaitingSource { limit: limits::LINGER });
+        (self.notice)(&self.session.awaiting_source());
         let until = self.session.linger();
-        let found = self.session.await_either(self.vm, until, self.notice)?;
-        let what = "the source";
-        let found = found.ok_or(EngineError::Timeout { what, limit: limits::LINGER })?;
-        Ok(self.found_again(found))
+        loop {
+            let soon = until.min(Instant::now() + limits::TICK);
+            if let Some(found) = self.session.await_either(self.vm, soon, self.notice)? {
+                return Ok(self.found_again(found));
+            }
+            // The guest has all of its memory, and runs.
+            if self.session.is_cancelled() {
+                return Err(EngineError::Cancelled);
+            }
+            if Instant::now() >= until {
+                let what = "the source";
+                return Err(EngineError::Timeout { what, limit: limits::LINGER });
+            }
+        }
     }
 
     /// A source that comes back is answered; one that asks says COMMIT next.

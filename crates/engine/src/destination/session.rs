@@ -597,15 +597,17 @@ impl<'a> Session<'a> {
         self.linger_until = Some(Instant::now() + limits::LINGER);
     }
 
-    /// Waits for the source to come back and makes its new connection the control connection.
+    /// Waits for the source to come back and makes its new connection the control connection. The
+    /// operator's wish ends the wait, also where the guest runs here by now: nothing but an answer
+    /// is left to be given, and an operator can give that as well.
     pub(super) fn await_resolve(
         &mut self,
         notice: &mut dyn FnMut(&Notice),
     ) -> Result<(), EngineError> {
-        notice(&Notice::AwaitingSource { limit: limits::LINGER });
+        notice(&self.awaiting_source());
         let until = self.linger();
         loop {
-            let Some((greeting, stream)) = self.next_connection(until, notice)? else {
+            let Some((greeting, stream)) = self.door.next(until, self.cancel, notice)? else {
                 return Err(EngineError::Timeout { what: "the source", limit: limits::LINGER });
             };
             if greeting.role == Role::Resolve {
@@ -613,6 +615,11 @@ impl<'a> Session<'a> {
             }
             notice(&Notice::Refused("a connection out of place".to_owned()));
         }
+    }
+
+    /// What is told when a wait for the source begins.
+    pub(super) fn awaiting_source(&self) -> Notice {
+        Notice::AwaitingSource { limit: limits::LINGER, runs: self.is_committed() }
     }
 
     /// Makes the connection of a source that asks the control connection.

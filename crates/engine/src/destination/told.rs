@@ -62,6 +62,9 @@ pub enum Notice {
     AwaitingSource {
         /// For how long.
         limit: Duration,
+        /// Whether the guest runs here already, and the source is only waited for to be told so.
+        /// The operator's wish ends the wait either way.
+        runs: bool,
     },
     /// The connections were lost while pages arrived. What has arrived is kept, and the source
     /// waited for.
