@@ -122,7 +122,12 @@ pub fn run(
     told.with_context(|| {
         let last = |godwit: &Running| godwit.lines().last().cloned().unwrap_or_default();
         let [said, heard] = [migrate, receive].map(|godwit| godwit.errors().trim().to_owned());
-        format!("migrate: {} {said}; receive: {} {heard}", last(migrate), last(receive))
+        let vms = [Side::Source, Side::Destination].map(|side| rig.complaints(side));
+        format!(
+            "migrate: {} {said}; receive: {} {heard}; the VMs: {vms:?}",
+            last(migrate),
+            last(receive)
+        )
     })
 }
 

@@ -185,6 +185,12 @@ pub trait Rig {
     /// The process of the VM; the last one, where there is none now.
     fn process(&self, side: Side) -> i32;
 
+    /// What the VM itself complained of; none where that is somebody else's to keep.
+    fn complaints(&self, side: Side) -> String {
+        let _ = side;
+        String::new()
+    }
+
     /// Whether there is nothing that `godwit recover` could look at.
     fn keeps_no_record(&self) -> bool {
         false

@@ -11,8 +11,8 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use clap::Parser;
 use godwit_faults::defects::{Defect, defect_of_memory};
-use godwit_faults::point::points;
 use godwit_soak::damage::{DAMAGED, Told, damage};
+use godwit_soak::draw::{OneFault, Strikes, one_fault};
 use godwit_soak::load::{Kind, Load};
 use godwit_soak::machine::{chosen, machine_named};
 use godwit_soak::report::{self, Asked, Part};
@@ -51,6 +51,10 @@ struct Arguments {
     /// Of a hundred moves, so many are struck by a fault of docs/reliability.md
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u8).range(..=100))]
     faults: u8,
+    /// Instead, each move is struck by this one of them, at a step of a migration if one is named
+    /// (11, 11@state)
+    #[arg(long, value_name = "NUMBER[@STEP]", value_parser = one_fault, conflicts_with = "faults")]
+    fault: Option<OneFault>,
     /// What keeps the host busy meanwhile
     #[arg(long, value_enum, value_delimiter = ',', default_value = "cpu,memory,io")]
     load: Vec<Kind>,
@@ -104,7 +108,8 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     // Every wait for one of them fails then.
     let heard = end_children_on_interrupt().context("no signals")?;
     let own = Arc::clone(&heard);
-    let soak = Soak::new(asked, until, (arguments.from, arguments.faults, points()), own);
+    let strikes = arguments.fault.map_or_else(|| Strikes::some(arguments.faults), Strikes::every);
+    let soak = Soak::new(asked, until, (arguments.from, strikes), own);
     let load = Load::start(kinds)?;
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..soak.asked.vms.len())

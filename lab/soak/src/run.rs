@@ -9,11 +9,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_faults::cell;
-use godwit_faults::point::Point;
 use godwit_faults::rig::Rig;
 use serde_json::Value;
 
-use crate::draw::{Drawn, draw};
+use crate::draw::{Drawn, Strikes, draw};
 use crate::machine::Machine;
 use crate::report::{Asked, Row, Verdict};
 use crate::table::Table;
@@ -40,10 +39,8 @@ pub struct Soak {
     pub until: Until,
     /// The number of each VM's first move.
     pub from: u64,
-    /// Of a hundred moves, how many a fault strikes.
-    pub faults: u8,
-    /// The faults.
-    pub points: Vec<Point>,
+    /// The faults that strike.
+    pub strikes: Strikes,
     /// The lines that are shown.
     pub table: Table,
     /// Set by whoever wants it to end, before anything is ended.
@@ -62,7 +59,7 @@ impl Soak {
     pub fn new(
         asked: Asked,
         until: Until,
-        (from, faults, points): (u64, u8, Vec<Point>),
+        (from, strikes): (u64, Strikes),
         interrupted: Arc<AtomicBool>,
     ) -> Self {
         let names: Vec<&'static str> = asked.vms.iter().map(|vm| vm.name).collect();
@@ -77,8 +74,7 @@ impl Soak {
             asked,
             until,
             from,
-            faults,
-            points,
+            strikes,
             interrupted,
             since: Instant::now(),
             gone,
@@ -158,7 +154,7 @@ impl Soak {
         rig: &mut Option<Box<dyn Rig>>,
     ) -> Row {
         let since = Instant::now();
-        let mut drawn = draw(self.asked.seed, machine, number, self.faults, &self.points);
+        let mut drawn = draw(self.asked.seed, machine, number, &self.strikes);
         if let Some(defect) = self.asked.defect {
             drawn.replace(defect.migrate);
         }
@@ -228,7 +224,7 @@ impl Soak {
             return cell::move_verified(rig, &drawn.options, receives);
         };
         let mut rng = fastrand::Rng::with_seed(strike.seed);
-        let verdict = cell::run(rig, &self.points[strike.point], strike.moment, &mut rng)?;
+        let verdict = cell::run(rig, &self.strikes.points[strike.point], strike.moment, &mut rng)?;
         anyhow::ensure!(verdict.came != cell::Came::Lost, "the guest was lost with its VM");
         Ok(Value::Null)
     }
@@ -237,15 +233,12 @@ impl Soak {
         let options = match &drawn.strike {
             None => drawn.options.join(" "),
             Some(strike) => {
-                let point = &self.points[strike.point];
+                let point = &self.strikes.points[strike.point];
                 let phase = strike.moment.phase;
                 format!("fault {}: {} {} at {phase}", point.number, point.place, point.what)
             }
         };
-        let faults = match self.faults {
-            0 => String::new(),
-            faults => format!(" --faults {faults}"),
-        };
+        let faults = self.strikes.words();
         let defect = match self.asked.defect {
             None => String::new(),
             Some(defect) => format!(" --defect {}", defect.name),

@@ -85,6 +85,10 @@ impl Rig for Micro {
         self.on(side).pid()
     }
 
+    fn complaints(&self, side: Side) -> String {
+        self.on(side).errors().trim().to_owned()
+    }
+
     fn keeps_no_record(&self) -> bool {
         true
     }

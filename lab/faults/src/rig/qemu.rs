@@ -164,6 +164,10 @@ impl Rig for Qemu {
         self.on(side).pid()
     }
 
+    fn complaints(&self, side: Side) -> String {
+        self.on(side).errors().trim().to_owned()
+    }
+
     fn state(&mut self, side: Side) -> State {
         let pair = &mut self.pair;
         let vm = if side == Side::Source { &mut pair.source } else { &mut pair.destination };
