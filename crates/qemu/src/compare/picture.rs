@@ -345,7 +345,8 @@ mod tests {
         let mut later = machine(2);
         let picture = Picture::with(&realized, &mut later).unwrap();
         assert_eq!((&*picture.facts["cpu"], &*picture.facts["smp"]), ("max", "2"));
-        assert!(later.told.iter().all(|(command, _)| command != "qom-get"), "{:?}", later.told);
+        let later = later.told.lock().unwrap();
+        assert!(later.iter().all(|(command, _)| command != "qom-get"), "{later:?}");
         assert_eq!(picture, Picture::of(&mut machine(2)).unwrap());
     }
 

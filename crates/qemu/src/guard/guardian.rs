@@ -326,7 +326,7 @@ fn bring_back(machine: &mut Machine, was_running: bool, words: &Words) -> Result
     let until = Instant::now() + PATIENCE;
     let mut told = false;
     loop {
-        match way_back::run_again(machine, was_running, Limits::default(), |_| {}) {
+        match way_back::run_again(machine, (was_running, true), Limits::default(), |_| {}) {
             Ok(()) => return Ok(false),
             Err(QemuError::Qmp(QmpError::Closed { .. })) => return Ok(true),
             Err(error) if Instant::now() >= until => return Err(error),

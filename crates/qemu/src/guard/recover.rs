@@ -259,7 +259,8 @@ impl Recovery {
                     }
                     _ => true,
                 };
-                way_back::run_again(&mut self.machine, was_running, Limits::default(), |_| {})?;
+                let as_it_was = (was_running, true);
+                way_back::run_again(&mut self.machine, as_it_was, Limits::default(), |_| {})?;
                 // Whoever was told that it is elsewhere should know better.
                 let _ = announce(&mut *self.machine.qmp, ANNOUNCED);
             }

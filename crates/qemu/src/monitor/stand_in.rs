@@ -4,6 +4,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -15,16 +16,24 @@ use super::{Event, Handle, Monitor, Patience, QmpError, Queued, Seen, Version};
 #[derive(Debug, Default)]
 pub(crate) struct StandIn {
     answers: HashMap<String, Value>,
+    /// Answers of which each is given once, before the others.
+    in_turn: HashMap<String, VecDeque<Value>>,
     queued: VecDeque<Value>,
     patience: Patience,
     /// What it was told to do, and with what.
-    pub(crate) told: Vec<(String, Value)>,
+    pub(crate) told: Arc<Mutex<Vec<(String, Value)>>>,
 }
 
 impl StandIn {
     pub(crate) fn new(answers: &[(&str, Value)]) -> Self {
         let answers = answers.iter().map(|(what, answer)| ((*what).to_owned(), answer.clone()));
         Self { answers: answers.collect(), ..Self::default() }
+    }
+
+    /// The same, which answers `command` by these in their order, before anything else.
+    pub(crate) fn in_turn(mut self, command: &str, answers: Vec<Value>) -> Self {
+        self.in_turn.insert(command.to_owned(), answers.into());
+        self
     }
 
     /// What a QEMU without anything answers.
@@ -73,8 +82,12 @@ impl Monitor for StandIn {
         let property = arguments["property"].as_str().map(|name| format!("{what} {name}"));
         let answer = property.and_then(|property| self.answers.get(&property));
         let answer = answer.or_else(|| self.answers.get(what)).cloned();
+        let next = self.in_turn.get_mut(command).and_then(VecDeque::pop_front);
+        let answer = next.or(answer);
         self.queued.push_back(answer.unwrap_or_else(|| Self::nothing(command)));
-        self.told.push((command.to_owned(), arguments));
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        told.push((command.to_owned(), arguments));
+        drop(told);
         Ok(Queued { id: 0, command: command.to_owned() })
     }
 

@@ -61,7 +61,7 @@ fn commands_are_written_as_qemu_reads_them() {
         with(json!({ "writable": false, "bitmaps": ["b"] })),
         ("qom-get".to_owned(), json!({ "path": "/machine", "property": "smp" })),
     ];
-    assert_eq!(stand_in.told, expected);
+    assert_eq!(*stand_in.told.lock().unwrap(), expected);
 }
 
 /// A monitor over a socket whose other end has said `lines`.

@@ -541,12 +541,14 @@ impl QemuSource {
         self.take_events();
         let runs = self.was_running && self.fate.ended().is_none();
         let running = match std::mem::take(&mut self.stopping) {
-            true => way_back::run_again(&mut self.machine, runs, self.limits, self.told).and_then(
-                |()| match self.fate.ended() {
-                    Some(_) => way_back::keep_stopped(&mut self.machine, self.limits.resume),
-                    None => Ok(()),
-                },
-            ),
+            true => {
+                let as_it_was = (runs, self.released);
+                way_back::run_again(&mut self.machine, as_it_was, self.limits, self.told)
+            }
+            .and_then(|()| match self.fate.ended() {
+                Some(_) => way_back::keep_stopped(&mut self.machine, self.limits.resume),
+                None => Ok(()),
+            }),
             false => Ok(()),
         };
         self.fate.runs_again();
