@@ -1,5 +1,5 @@
 //! `godwit upgrade`: both sides of a migration within this process, to a QEMU that is started with
-//! the memory of the old one.
+//! the memory of the old one, or with as much of its own.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -18,18 +18,20 @@ use godwit_qemu::{
 use godwit_units::{GRAMMAR, format_duration};
 use serde_json::{Value, json};
 
-use crate::output::{self, json_line};
+use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED};
 use crate::receive::tell_shown;
 use crate::say;
+use crate::settings::Given;
 use crate::vm::{RequestError, VmName, refused_qemu};
 
 /// Change the QEMU under a guest that goes on, on this host.
 ///
-/// The new QEMU maps the memory of the old one, and nothing of it is copied: the guest is stopped
-/// for as long as its devices take to be saved and loaded, whatever its size. Its memory has to be
-/// in a file with share=on. Whatever fails before the new QEMU has the guest leaves it running in
-/// the old one.
+/// Where memory is in files or memfds with share=on the new QEMU maps that of the old one, and
+/// nothing is copied: the guest is stopped for as long as its devices take to be saved and loaded,
+/// whatever its size. Memory of the old QEMU's own is copied within this host while the guest runs,
+/// and is there twice until the old one ends. Whatever fails before the new QEMU has the guest
+/// leaves it running in the old one.
 #[derive(Debug, Args)]
 #[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
@@ -69,6 +71,19 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "all|KEY,...", value_delimiter = ',')]
     allow_differences: Vec<String>,
 
+    /// Where memory has to be copied: also if this host, or the control group of the VM, may not
+    /// have room for it twice; then the kernel may end the VM when memory runs out
+    #[arg(long)]
+    overcommit: bool,
+
+    /// Where memory has to be copied: also of a guest under KVM that may run guests of its own,
+    /// whose pages the processor writes unseen: only where none of them runs
+    #[arg(long)]
+    allow_nested: bool,
+
+    #[command(flatten)]
+    settings: Given,
+
     #[cfg(feature = "test-hooks")]
     #[command(flatten)]
     hooks: crate::hooks::Migrate,
@@ -77,6 +92,9 @@ pub(crate) struct Arguments {
     #[arg(long)]
     json: bool,
 }
+
+/// Connections that carry pages where memory is copied: a thread at either end of each.
+const CHANNELS: u8 = 2;
 
 /// A command line, program first.
 type Words = Vec<String>;
@@ -119,6 +137,8 @@ fn words(text: &str) -> Result<Words, String> {
 struct Upgraded {
     measures: Measures,
     successor: Option<Successor>,
+    /// Whether memory was copied.
+    copied: bool,
     old: ((u64, u64, u64), i32),
     /// What is not as it should be, with the guest in its new process.
     remarks: Vec<String>,
@@ -160,17 +180,26 @@ fn upgrade(arguments: &Arguments, cancel: Cancel) -> Result<Option<Upgraded>, Re
     let mut old = QemuSource::open(path)
         .and_then(QemuSource::whole)
         .and_then(QemuSource::staying_in_place)
+        .and_then(|vm| check_copy(vm, arguments))
         .and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)))
         .map_err(refused)?
         .allowing(&arguments.allow_differences)
         .telling(|what| eprintln!("godwit: {}", say::line(what)));
     let memory = old.in_place();
+    let copied = memory.as_ref().is_some_and(|memory| memory.is_copied());
     let new = StartedDestination::new(terms(arguments, memory.clone())).map_err(refused)?;
     let (listener, address) = listener()?;
-    let handle = MigrationHandle::typed(Default::default(), cancel)
+    let handle = MigrationHandle::typed(settings(arguments), cancel)
         .map_err(|error| RequestError::Refused(error.to_string().into()))?;
+    if !copied {
+        // There is nothing to wait for: of the downtime hardly anything could be foreseen where
+        // hardly a byte is sent.
+        let told = handle.switch_over(true);
+        told.map_err(|error| RequestError::Refused(error.to_string().into()))?;
+    }
     let was = (old.version(), old.pid());
-    let (moved, has_shown) = move_guest(&mut old, new, &listener, &address, &handle, arguments);
+    let ways = (&listener, &address);
+    let (moved, has_shown) = move_guest(&mut old, new, ways, &handle, (arguments, copied));
     if let (Err(_), Some(memory)) = (&moved, &memory) {
         memory.drop_names();
     }
@@ -190,7 +219,33 @@ fn upgrade(arguments: &Arguments, cancel: Cancel) -> Result<Option<Upgraded>, Re
         ));
     }
     let successor = memory.and_then(|memory| memory.successor());
-    Ok(Some(Upgraded { measures, successor, old: was, remarks }))
+    Ok(Some(Upgraded { measures, successor, copied, old: was, remarks }))
+}
+
+/// What the migration begins with, where the operator does not say otherwise.
+fn settings(arguments: &Arguments) -> Vec<(String, String)> {
+    let mut typed = arguments.settings.0.clone();
+    // Within a host bytes cost less than what makes them fewer.
+    if !typed.iter().any(|(name, _)| name == "compression") {
+        typed.push(("compression".to_owned(), "none".to_owned()));
+    }
+    typed
+}
+
+/// Refuses a copy that the guest, or this host, is not fit for, and says that there is to be one.
+fn check_copy(vm: QemuSource, arguments: &Arguments) -> Result<QemuSource, QemuError> {
+    let Some(memory) = vm.in_place().filter(|memory| memory.is_copied()) else { return Ok(vm) };
+    if !arguments.overcommit && !arguments.dry_run {
+        memory.check_room()?;
+    }
+    let vm = if arguments.allow_nested { vm } else { vm.without_nested()? };
+    if !arguments.json {
+        eprintln!(
+            "godwit: the guest's memory is the old QEMU's own: it is copied, and there twice until \
+             that has ended"
+        );
+    }
+    Ok(vm)
 }
 
 fn terms(arguments: &Arguments, in_place: Option<std::sync::Arc<InPlace>>) -> StartTerms {
@@ -227,19 +282,21 @@ fn listener() -> Result<(Listener, Address), RequestError> {
 fn move_guest(
     old: &mut QemuSource,
     mut new: StartedDestination,
-    listener: &Listener,
-    address: &Address,
+    (listener, address): (&Listener, &Address),
     handle: &MigrationHandle,
-    arguments: &Arguments,
+    (arguments, copied): (&Arguments, bool),
 ) -> (Result<Measures, Failure>, bool) {
     let mut options = source::Options::new(address.clone());
-    // Connections within a process are not lost; and no page is sent that could be remembered.
-    (options.reconnect, options.fingerprints) = (std::time::Duration::ZERO, false);
-    options.channels = 1;
+    // Connections within a process are not lost; and where no page is sent none is to be
+    // remembered.
+    (options.reconnect, options.fingerprints) = (std::time::Duration::ZERO, copied);
+    options.channels = if copied { CHANNELS } else { 1 };
     #[cfg(feature = "test-hooks")]
     arguments.hooks.put_into(&mut options);
-    let _ = arguments;
+    let mut display = copied.then(|| Display::new(arguments.json));
     let taking = destination::Options {
+        // It was looked at before, for less: the old copy goes.
+        overcommit: true,
         reconnect: std::time::Duration::ZERO,
         ..destination::Options::default()
     };
@@ -251,7 +308,14 @@ fn move_guest(
             let taken = destination::receive(&mut new, listener, &taking, &stop, &mut |_| {});
             (taken, new.has_shown())
         });
-        let moved = source::migrate(old, &options, handle, &mut |_| {});
+        let moved = source::migrate(old, &options, handle, &mut |progress| {
+            if let Some(display) = &mut display {
+                display.progress(progress);
+            }
+        });
+        if let Some(display) = &mut display {
+            display.finish();
+        }
         if moved.is_err() {
             over.cancel();
         }
@@ -265,15 +329,16 @@ fn version((major, minor, micro): (u64, u64, u64)) -> String {
 }
 
 fn tell(upgraded: &Upgraded, json: bool) {
-    let Upgraded { measures, successor, old, remarks } = upgraded;
+    let Upgraded { measures, successor, copied, old, remarks } = upgraded;
     for remark in remarks {
         eprintln!("godwit: {}", say::line(remark));
     }
     let now = successor.map(|new| version(new.version));
     let pid = successor.map(|new| new.pid);
     if json {
+        let memory = if *copied { "copied" } else { "in-place" };
         let mut value = json!({
-            "outcome": "upgraded", "pid": pid, "version": now,
+            "outcome": "upgraded", "memory": memory, "pid": pid, "version": now,
             "old_pid": old.1, "old_version": version(old.0), "remarks": remarks,
         });
         if let (Value::Object(object), Ok(Value::Object(rest))) =
@@ -285,11 +350,12 @@ fn tell(upgraded: &Upgraded, json: bool) {
         return;
     }
     println!(
-        "upgraded: the guest runs in process {} (QEMU {}), and was stopped for {}; that of QEMU \
+        "upgraded: the guest runs in process {} (QEMU {}), and was stopped for {}; {}that of QEMU \
          {}, {}, has ended",
         pid.unwrap_or_default(),
         now.unwrap_or_default(),
         format_duration(measures.downtime),
+        if *copied { format!("its {} were copied; ", measures.ram) } else { String::new() },
         version(old.0),
         old.1,
     );

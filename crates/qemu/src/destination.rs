@@ -66,7 +66,7 @@ pub struct QemuDestination {
     owned: bool,
     /// How often the network is told of the guest, if not as QEMU would.
     announce: Option<u16>,
-    /// The guest's memory, where it is that of the source: nothing of it is taken in.
+    /// The guest's memory, where the source is on this host and may share it.
     in_place: Option<Arc<InPlace>>,
     /// What was found out for the case that pages come to be missing.
     known: Option<Known>,
@@ -134,14 +134,23 @@ impl QemuDestination {
         // overwritten.
         machine.check_mappings(&ram)?;
         let old: Vec<i32> = in_place.iter().map(|memory| memory.old()).collect();
-        machine.check_writers(&ram, &old)?;
+        if in_place.as_ref().is_none_or(|memory| !memory.is_copied()) {
+            machine.check_writers(&ram, &old)?;
+        }
         disks::clear(&mut machine)?;
         guard::clear(&mut machine)?;
         if let Some(memory) = &in_place {
             memory.check_same(&ram)?;
             memory.found(Successor { pid: machine.pid, version: machine.qmp.version() });
         }
-        let ram = if in_place.is_some() { Vec::new() } else { ram };
+        let ram = match &in_place {
+            Some(memory) => memory.without_staying(ram),
+            None => ram,
+        };
+        if in_place.is_some() {
+            // What is written to is nobody else's, and not the old QEMU's either.
+            machine.check_writers(&ram, &[])?;
+        }
         let realized = Realized::of(&mut *machine.qmp)?;
         Ok(Self {
             machine,
@@ -218,6 +227,24 @@ impl QemuDestination {
         record_in(directory, self.pid(), INCOMING)
     }
 
+    /// Arranges its RAM for a source that stays with some of it, and offers `blocks`.
+    fn fit_in_place(&mut self, memory: &InPlace, blocks: &BTreeSet<&str>) -> Result<(), QemuError> {
+        // Its RAM is what it is, and was looked at.
+        if memory.is_whole() {
+            return Ok(());
+        }
+        let own = Ram::main(&mut self.machine, false)?;
+        let all = blocks.iter().copied().chain(memory.staying()).collect();
+        let fitted = ram::fitted(&mut self.machine, &own, &all)?;
+        let ram = fitted.unwrap_or(own);
+        self.machine.check_mappings(&ram)?;
+        memory.check_same(&ram)?;
+        let ram = memory.without_staying(ram);
+        self.machine.check_writers(&ram, &[])?;
+        self.ram = Arc::new(ram);
+        Ok(())
+    }
+
     /// Whether it still waits for a guest, so that another attempt can use it.
     #[must_use]
     pub fn still_waits(&self) -> bool {
@@ -235,9 +262,8 @@ impl DestinationVm for QemuDestination {
     }
 
     fn offered(&mut self, blocks: &BTreeSet<&str>, _ask: &mut Ask<'_>) -> Result<(), VmError> {
-        // Its RAM is what it is, and was looked at.
-        if self.in_place.is_some() {
-            return Ok(());
+        if let Some(memory) = self.in_place.clone() {
+            return Ok(self.fit_in_place(&memory, blocks)?);
         }
         if let Some(ram) = ram::fitted(&mut self.machine, &self.ram, blocks)? {
             self.machine.check_mappings(&ram)?;
@@ -369,7 +395,7 @@ impl DestinationVm for QemuDestination {
     }
 
     fn post_copy(&mut self) -> Option<&mut dyn PostCopyDestination> {
-        // No page is missing of memory that is in place.
+        // The old QEMU is as near as the memory, and its guest stays in it until all is there.
         if self.in_place.is_none() { Some(self) } else { None }
     }
 }

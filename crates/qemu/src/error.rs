@@ -301,7 +301,7 @@ pub enum QemuError {
     #[error(
         "the guest may run guests of its own ({what}): the processor writes some of their pages \
          behind the page tables, which cannot be tracked: end them and unload kvm in the guest, \
-         or, where none runs and none will, say so with godwit migrate --allow-nested"
+         or, where none runs and none will, say so with --allow-nested"
     )]
     Nested {
         /// How that is known.

@@ -1,14 +1,23 @@
 //! An upgrade: the guest goes on in another QEMU of this host that has the very memory mapped, so
-//! that nothing of it is moved.
+//! that nothing of it is moved; or has memory of its own, where no other process can have that of
+//! the old one.
 //!
-//! The engine moves the guest as ever, from a source and to a destination that offer no RAM. What
-//! both sides have to know of each other is here: which memory it is, which process is the other
-//! one, and under which names the new QEMU opens its sockets while the old one still has the
-//! proper ones.
+//! ```text
+//!   memory of the back ends                   the new QEMU
+//!   named files, mapped shared                maps them by their names; no RAM is offered
+//!   memfds and files without a name, shared   maps them by the old QEMU's descriptors; what else is
+//!                                             RAM (VGA, firmware) is offered
+//!   of the old QEMU alone                     has as much of its own; all RAM is offered
+//! ```
+//!
+//! The engine moves the guest as ever, from a source and to a destination that offer no RAM which
+//! stays. What both sides have to know of each other is here: which memory it is, which process is
+//! the other one, and under which names the new QEMU opens its sockets while the old one still has
+//! the proper ones.
 //!
 //! Invariant: RAM is left out only where the new QEMU has mapped the same files at the same places
 //! as the old one (device, inode and offset), and where neither gives the files' pages back when it
-//! ends.
+//! ends; and what is offered, no other process has.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -17,7 +26,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use godwit_memory::RamBlock;
+use godwit_memory::{NoRoom, Place, RamBlock, host_holds};
+use godwit_units::PageCount;
 use procfs::net::UnixState;
 use procfs::process::Process;
 
@@ -28,7 +38,7 @@ use crate::find::own_sockets;
 use crate::machine::Machine;
 use crate::mark::{Mark, leftovers};
 use crate::monitor::commands::{QomGet, QueryMemdev};
-use crate::ram::{StateBy, is_same};
+use crate::ram::{self, Ram, StateBy, is_same};
 use crate::run_directory;
 
 /// What the file is called that says that the guest is the new QEMU's, behind whose it is.
@@ -40,11 +50,10 @@ const STAGED: &str = ".godwit-";
 /// Machine types whose start leaves guest memory alone while a guest is awaited; those of other
 /// processors may write a device tree to it (hw/ppc/spapr.c, `spapr_machine_reset`).
 const MACHINES: [&str; 2] = ["pc-", "microvm"];
-/// What to do about memory that no other process can map.
+/// What keeps memory where it is.
 const CURE: &str = "start the VM with -object memory-backend-file,id=ID,size=SIZE,\
-                    mem-path=/dev/shm/NAME,share=on and -machine memory-backend=ID; as it is it \
-                    moves within this host by `godwit receive --start --map / --listen unix:PATH` \
-                    and `godwit migrate --vm VM --to unix:PATH`";
+                    mem-path=/dev/shm/NAME,share=on and -machine memory-backend=ID, and nothing is \
+                    copied any more";
 
 /// A QEMU that came to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,11 +64,18 @@ pub struct Successor {
     pub version: (u64, u64, u64),
 }
 
-/// A guest's memory that stays where it is while the guest changes its process.
+/// A guest's memory while the guest changes its process: it stays where it is, or is copied.
 #[derive(Debug)]
 pub struct InPlace {
     old: i32,
-    ram: Arc<Vec<RamBlock>>,
+    /// What both QEMUs are to have: all back ends' memory, or none.
+    staying: Vec<RamBlock>,
+    /// What the new QEMU is to have of its own, which is offered to it.
+    moving: Arc<Vec<RamBlock>>,
+    /// Whether the blocks that stay are all that there are.
+    whole: bool,
+    /// The back ends whose files have no name, and where the new QEMU finds these.
+    descriptors: Vec<(String, PathBuf)>,
     new: OnceLock<Successor>,
     names: Vec<Name>,
     handover: PathBuf,
@@ -111,44 +127,76 @@ impl InPlace {
                  this guest moves by `godwit migrate`, to a QEMU with a back end of its own",
             ));
         }
-        let memory = machine.qmp.run(&QueryMemdev)?;
-        if state_by != StateBy::Migration {
-            let what = match memory.iter().any(|back_end| back_end.share) {
-                true => "is in a memfd or a file without a name",
-                false => "is the old QEMU's own",
-            };
-            return Err(refused(format!(
-                "the guest's memory {what}, and no other process can map it by its name: {CURE}"
-            )));
-        }
-        for back_end in &memory {
-            let object = format!("/objects/{}", back_end.id);
-            let asked = QomGet::<bool>::new(&object, "discard-data");
-            if machine.qmp.run_if_known(&asked)? == Some(true) {
-                return Err(refused(format!(
-                    "the memory back end '{}' has discard-data=on: the old QEMU would take the \
-                     guest's memory along when it ends; start the VM without it",
-                    back_end.id
-                )));
-            }
-        }
-        let kind = machine_type(machine)?;
-        if !MACHINES.iter().any(|known| kind.starts_with(known)) {
-            return Err(refused(format!(
-                "a machine of type '{kind}' may write guest memory when it is started: an upgrade \
-                 is for pc, q35 and microvm; move it by `godwit migrate`"
-            )));
-        }
-        let names = names(pid)?.into_iter().map(Name::new).collect();
+        let whole = state_by == StateBy::Migration;
+        let Parted { staying, moving, descriptors } = match whole {
+            // The source's own blocks are its own to look at.
+            true => Parted { staying: Ram::main(machine, false)?, ..Parted::default() },
+            false => part(machine, ram)?,
+        };
         let directory = run_directory::path();
-        sweep(&directory);
+        let names = names(pid)?.into_iter().map(Name::new).collect();
         let handover = directory.join(format!("{}{HANDOVER}", Mark::own()));
-        Ok(Self { old: pid, ram: Arc::clone(ram), new: OnceLock::new(), names, handover })
+        let new = OnceLock::new();
+        let it = Self { old: pid, staying, moving, whole, descriptors, new, names, handover };
+        if !it.is_copied() {
+            check_staying(machine)?;
+        }
+        sweep(&directory);
+        Ok(it)
     }
 
     /// The old QEMU's process.
     pub(crate) fn old(&self) -> i32 {
         self.old
+    }
+
+    /// Whether all memory is copied, since no other process can have that of the old QEMU.
+    #[must_use]
+    pub fn is_copied(&self) -> bool {
+        self.staying.is_empty()
+    }
+
+    /// What is offered to the new QEMU.
+    pub(crate) fn moving(&self) -> &Arc<Vec<RamBlock>> {
+        &self.moving
+    }
+
+    /// Whether nothing is.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.whole
+    }
+
+    /// The names of what is not.
+    pub(crate) fn staying(&self) -> impl Iterator<Item = &str> {
+        self.staying.iter().map(RamBlock::name)
+    }
+
+    /// The blocks of the new QEMU that are not the old one's as well.
+    pub(crate) fn without_staying(&self, ram: Vec<RamBlock>) -> Vec<RamBlock> {
+        let stays = |block: &RamBlock| self.staying.iter().any(|old| is_same(old, block));
+        ram.into_iter().filter(|block| !stays(block)).collect()
+    }
+
+    /// The file by which the new QEMU has the memory of the back end `id`, where that has no name.
+    pub(crate) fn descriptor(&self, id: &str) -> Option<&Path> {
+        self.descriptors.iter().find(|(name, _)| name == id).map(|(_, path)| &**path)
+    }
+
+    /// Refuses to copy what there is no room for twice.
+    ///
+    /// # Errors
+    /// What lacks room, with the cure.
+    pub fn check_room(&self) -> Result<(), QemuError> {
+        // What the guest has not taken yet it gets when the old one's copy is gone.
+        let taken = self.moving.iter().filter(|block| !block.has_huge_pages());
+        let taken = taken.map(|block| block.allocated().map_or(PageCount::ZERO, |it| it));
+        let pages: u64 = taken.map(|pages| pages.0).sum();
+        if !self.is_copied() || pages == 0 {
+            return Ok(());
+        }
+        let as_much = RamBlock::anonymous("copy", PageCount(pages));
+        let as_much = as_much.map_err(|error| refused(error.to_string()))?;
+        host_holds(&[as_much], self.old.unsigned_abs()).map_err(no_room)
     }
 
     /// The file that says that the guest is the new QEMU's.
@@ -173,26 +221,26 @@ impl InPlace {
         self.names.iter().map(|name| (&*name.old, &*name.staged))
     }
 
-    /// Refuses a new QEMU that has other memory than the old one.
+    /// Refuses a new QEMU that has other memory than the old one where it is to have the same.
     pub(crate) fn check_same(&self, ram: &[RamBlock]) -> Result<(), QemuError> {
-        let same = |here: &RamBlock| self.ram.iter().any(|old| is_same(old, here));
-        match ram.iter().find(|block| !same(block)) {
-            None if ram.len() == self.ram.len() => Ok(()),
-            None => Err(refused(format!(
-                "the new QEMU has {} RAM blocks and the old one {}: give it the same memory back \
-                 ends",
-                ram.len(),
-                self.ram.len()
-            ))),
+        let there = |old: &RamBlock| ram.iter().any(|here| is_same(old, here));
+        match self.staying.iter().find(|block| !there(block)) {
             Some(block) => Err(refused(format!(
                 "RAM block '{}' of the new QEMU is not that of the old one: give its back end the \
                  same id, size, mem-path and offset, and share=on",
                 block.name()
             ))),
+            None if self.whole && ram.len() != self.staying.len() => Err(refused(format!(
+                "the new QEMU has {} RAM blocks and the old one {}: give it the same memory back \
+                 ends",
+                ram.len(),
+                self.staying.len()
+            ))),
+            None => Ok(()),
         }
     }
 
-    /// The new QEMU is there, and has the same memory.
+    /// The new QEMU is there, and has the memory that it is to have.
     pub(crate) fn found(&self, new: Successor) {
         // There is one of them.
         let _ = self.new.set(new);
@@ -244,6 +292,98 @@ fn sweep(directory: &Path) {
             let _ = std::fs::remove_file(file);
         }
     }
+}
+
+/// RAM, by what becomes of it.
+#[derive(Default)]
+struct Parted {
+    staying: Vec<RamBlock>,
+    moving: Arc<Vec<RamBlock>>,
+    descriptors: Vec<(String, PathBuf)>,
+}
+
+/// Parts `ram`, which is reached by its addresses: what back ends have in files stays.
+fn part(machine: &mut Machine, ram: &Arc<Vec<RamBlock>>) -> Result<Parted, QemuError> {
+    let (of_files, own) = ram::in_files(machine, ram)?;
+    match (of_files.first(), own.first()) {
+        (None, _) => return Ok(Parted { moving: Arc::clone(ram), ..Parted::default() }),
+        (Some(_), None) => {}
+        (Some(file), Some(own)) => {
+            return Err(refused(format!(
+                "the guest's memory is in files ('{file}') and the old QEMU's own ('{own}'): the \
+                 one would stay and the other be copied, which is not done: give all back ends a \
+                 mem-path and share=on, or none"
+            )));
+        }
+    }
+    // Another handle on the same.
+    let again = Ram::of_source(machine, false)?.blocks;
+    let (staying, moving): (Vec<RamBlock>, Vec<RamBlock>) =
+        again.into_iter().partition(|block| of_files.iter().any(|name| name == block.name()));
+    let of = |block: &RamBlock| {
+        let id = ram::region_of(block.name()).to_owned();
+        descriptor_of(machine.pid, block).map(|path| (id, path))
+    };
+    let descriptors = staying.iter().map(of).collect::<Result<_, _>>()?;
+    Ok(Parted { staying, moving: Arc::new(moving), descriptors })
+}
+
+/// The name by which another process of this user's opens the file of `block`, which the process
+/// `pid` has open (proc_pid_fd(5)).
+fn descriptor_of(pid: i32, block: &RamBlock) -> Result<PathBuf, QemuError> {
+    let none = || {
+        refused(format!(
+            "the old QEMU has memory '{}' in a file that it has not open any more, so that no \
+             other process can map it: {CURE}",
+            block.name()
+        ))
+    };
+    let place = block.place().ok();
+    let Some(Place::File { device, inode, .. }) = place else { return Err(none()) };
+    let is_it = |path: &PathBuf| {
+        std::fs::metadata(path).is_ok_and(|file| (file.dev(), file.ino()) == (device, inode))
+    };
+    let all = std::fs::read_dir(format!("/proc/{pid}/fd")).map_err(|_| none())?;
+    all.flatten().map(|entry| entry.path()).find(is_it).ok_or_else(none)
+}
+
+/// Refuses memory that is in files and cannot stay there, with the cure.
+fn check_staying(machine: &mut Machine) -> Result<(), QemuError> {
+    for back_end in machine.qmp.run(&QueryMemdev)? {
+        let object = format!("/objects/{}", back_end.id);
+        let asked = QomGet::<bool>::new(&object, "discard-data");
+        if machine.qmp.run_if_known(&asked)? == Some(true) {
+            return Err(refused(format!(
+                "the memory back end '{}' has discard-data=on: the old QEMU would take the \
+                 guest's memory along when it ends; start the VM without it",
+                back_end.id
+            )));
+        }
+    }
+    let kind = machine_type(machine)?;
+    if !MACHINES.iter().any(|known| kind.starts_with(known)) {
+        return Err(refused(format!(
+            "a machine of type '{kind}' may write guest memory when it is started: an upgrade is \
+             for pc, q35 and microvm; move it by `godwit migrate`"
+        )));
+    }
+    Ok(())
+}
+
+/// There is too little room for memory that is needed twice.
+fn no_room(problem: NoRoom) -> QemuError {
+    let (who, room, needed) = match problem {
+        NoRoom::Host { room, needed } => ("this host".to_owned(), room, needed),
+        NoRoom::Group { who, limit, room, needed } => {
+            (format!("{who} ({})", limit.display()), room, needed)
+        }
+        problem => return refused(problem.to_string()),
+    };
+    refused(format!(
+        "the guest's memory is the old QEMU's own and has to be copied, for which {needed} more \
+         are needed until the old one ends, and {who} has {room}: make room, or say --overcommit; \
+         or {CURE}"
+    ))
 }
 
 /// What stands against an upgrade.

@@ -1,4 +1,5 @@
-//! `godwit upgrade`: the QEMU under a guest changes, and its memory stays where it is.
+//! `godwit upgrade`: the QEMU under a guest changes, and its memory stays where it is, or is copied
+//! within the host.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -11,8 +12,8 @@ use godwit_e2e::{
 };
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    Backend, DiskImage, Ended, Godwit, GuestConfig, QemuBuild, Qmp, Room, Running, StartedVm,
-    TestVm, VmConfig, builds_for, images_for,
+    Backend, DiskImage, Ended, Godwit, GuestConfig, MemoryGroup, QemuBuild, Qmp, Room, Running,
+    StartedVm, TestVm, VmConfig, builds_for, images_for, kvm_builds_in_turn_for, skip,
 };
 use godwit_units::ByteCount;
 use rustix::process::{Pid, Signal, kill_process};
@@ -105,6 +106,7 @@ fn check_upgraded(ended: &Ended, version: (u32, u32, u32)) -> anyhow::Result<()>
     let wanted = format!("{}.{}.{}", version.0, version.1, version.2);
     ensure!(told == wanted, "{told} is not {wanted}");
     // Nothing of memory was moved.
+    ensure!(last["memory"] == "in-place", "{last}");
     ensure!(last["ram_bytes"] == 0 && last["raw_bytes"] == 0, "{last}");
     let downtime = last["downtime_ms"].as_f64().context("no downtime")?;
     let part = |key: &str| last[key].as_f64().unwrap_or_default();
@@ -246,31 +248,221 @@ fn a_new_qemu_that_does_not_come_up_or_load_leaves_the_guest_in_the_old_one() ->
     new.0.await_beats(3, LIMIT).map(drop)
 }
 
+/// Memory of the QEMU's own, in a guest whose writes go on.
+fn anonymous(build: &QemuBuild) -> VmConfig {
+    config(build).with_backend(Backend::Anonymous)
+}
+
+/// It says that the memory was copied, and how much.
+fn check_copied(ended: &Ended, version: (u32, u32, u32)) -> anyhow::Result<()> {
+    let last = ended.last();
+    ensure!(ended.status.success(), "{last} {}", ended.errors);
+    ensure!(last["outcome"] == "upgraded" && last["memory"] == "copied", "{last}");
+    ensure!(last["remarks"] == json!([]), "{last}");
+    let wanted = format!("{}.{}.{}", version.0, version.1, version.2);
+    ensure!(last["version"] == wanted.as_str(), "{last}");
+    let bytes = |key: &str| last[key].as_u64().unwrap_or_default();
+    ensure!(bytes("ram_bytes") >= 256 << 20 && bytes("raw_bytes") > 16 << 20, "{last}");
+    println!("downtime {} ms", last["downtime_ms"]);
+    Ok(())
+}
+
 #[test]
-fn memory_that_cannot_stay_is_refused_with_what_would_do() -> anyhow::Result<()> {
-    let test = "memory_that_cannot_stay_is_refused_with_what_would_do";
+fn memory_of_the_old_qemus_own_is_copied_within_the_host() -> anyhow::Result<()> {
+    let test = "memory_of_the_old_qemus_own_is_copied_within_the_host";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let new = builds.iter().max_by_key(|build| build.version).context("no QEMU")?;
+    let mut vm = started(&anonymous(oldest(&builds)?))?;
+
+    let (upgrade, first) = begin(&mut vm, new)?;
+    let progress = |line: &serde_json::Value| line["event"] == "progress";
+    upgrade.wait_for("progress", LIMIT, progress)?;
+    check_copied(&upgrade.wait(LIMIT)?, new.version)?;
+
+    await_quit(&mut vm)?;
+    let last = vm.heartbeats().last().context("no heartbeat")?.heartbeat.n;
+    let numbers = first.0.await_beats(5, LIMIT)?;
+    ensure!(numbers.first() > Some(&last), "{last}, {numbers:?}");
+    ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
+    ensure!(staged(&vm)?.is_empty(), "{:?}", staged(&vm)?);
+    await_process_alone(first.0.pid)?;
+
+    // Once more, from the new one's own command line.
+    let upgrade = Godwit::built()?.upgrade(&name_of(&vm), &["--program", &program(new)])?;
+    let second = Successor::of(&upgrade)?;
+    check_copied(&upgrade.wait(LIMIT)?, new.version)?;
+    first.0.await_end(LIMIT)?;
+    let last = first.0.await_beats(0, LIMIT)?.last().copied().context("no heartbeat")?;
+    let numbers = second.0.await_beats(5, LIMIT)?;
+    ensure!(numbers.first() > Some(&last), "{last}, {numbers:?}");
+    await_process_alone(second.0.pid)
+}
+
+#[test]
+fn memory_of_a_guest_on_kvm_is_copied_within_the_host() -> anyhow::Result<()> {
+    let test = "memory_of_a_guest_on_kvm_is_copied_within_the_host";
+    for build in kvm_builds_in_turn_for(test) {
+        let guest = GuestConfig { fill: ByteCount(32 << 20), ..GuestConfig::small(Mode::Rate) };
+        let config = VmConfig::new(&build, guest).with_backend(Backend::Anonymous).on_kvm();
+        let mut vm = started(&config)?;
+        let (upgrade, new) = begin(&mut vm, &build)?;
+        check_copied(&upgrade.wait(LIMIT)?, build.version)?;
+        await_quit(&mut vm)?;
+        new.0.await_beats(5, LIMIT)?;
+        ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_memfd_is_handed_over_by_its_descriptor() -> anyhow::Result<()> {
+    let test = "a_memfd_is_handed_over_by_its_descriptor";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let new = builds.iter().max_by_key(|build| build.version).context("no QEMU")?;
+    let mut vm = started(&config(oldest(&builds)?).with_backend(Backend::Memfd))?;
+    let godwit = Godwit::built()?;
+    let in_place = |ended: &Ended| {
+        let last = ended.last();
+        ensure!(ended.status.success(), "{last} {}", ended.errors);
+        ensure!(last["memory"] == "in-place", "{last}");
+        // VGA memory and firmware at most.
+        ensure!(last["ram_bytes"].as_u64().is_some_and(|bytes| bytes < 64 << 20), "{last}");
+        println!("downtime {} ms", last["downtime_ms"]);
+        Ok(())
+    };
+
+    let (upgrade, first) = begin(&mut vm, new)?;
+    in_place(&upgrade.wait(LIMIT)?)?;
+    await_quit(&mut vm)?;
+    first.0.await_beats(5, LIMIT)?;
+    ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
+
+    // One that does not load, and then one that does, by the descriptor of the one before.
+    let room = Room::new()?;
+    let less = "-global virtio-rng-pci.disable-legacy=on -global virtio-rng-pci.vectors=0";
+    let less = wrapper(&room, new, less)?;
+    let options = ["--program", &less, "--allow-differences", "all"];
+    let upgrade = godwit.upgrade(&name_of(&vm), &options)?;
+    let fails = Successor::of(&upgrade)?;
+    let refuses = upgrade.wait(LIMIT)?;
+    ensure!(refuses.errors.contains("load"), "{} {}", refuses.last(), refuses.errors);
+    fails.0.await_end(LIMIT)?;
+    first.0.await_beats(3, LIMIT)?;
+    let upgrade = godwit.upgrade(&name_of(&vm), &["--program", &program(new)])?;
+    let second = Successor::of(&upgrade)?;
+    in_place(&upgrade.wait(LIMIT)?)?;
+    first.0.await_end(LIMIT)?;
+    second.0.await_beats(5, LIMIT)?;
+    await_process_alone(second.0.pid)
+}
+
+#[test]
+fn a_copy_that_comes_to_nothing_leaves_the_guest_in_the_old_qemu() -> anyhow::Result<()> {
+    let test = "a_copy_that_comes_to_nothing_leaves_the_guest_in_the_old_qemu";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let build = oldest(&builds)?;
+    let mut vm = started(&anonymous(build))?;
+    let (godwit, name, program) = (Godwit::built()?, name_of(&vm), program(build));
+
+    // What the new one does not load.
+    let room = Room::new()?;
+    let less = "-global virtio-rng-pci.disable-legacy=on -global virtio-rng-pci.vectors=0";
+    let less = wrapper(&room, build, less)?;
+    let upgrade = godwit.upgrade(&name, &["--program", &less, "--allow-differences", "all"])?;
+    let new = Successor::of(&upgrade)?;
+    let refuses = upgrade.wait(LIMIT)?;
+    ensure!(refuses.status.code() == Some(1), "{} {}", refuses.last(), refuses.errors);
+    ensure!(refuses.errors.contains("load"), "{}", refuses.errors);
+    new.0.await_end(LIMIT)?;
+    check_stayed(&mut vm)?;
+
+    // In the middle of the copy: the new QEMU is killed, then Ctrl-C, then godwit is killed.
+    let slowly = ["--program", &program, "--max-bandwidth", "10MiB/s"];
+    for (killed, signal, code) in [
+        ("QEMU", Signal::KILL, Some(1)),
+        ("godwit", Signal::INT, Some(130)),
+        ("godwit", Signal::KILL, None),
+    ] {
+        let upgrade = godwit.upgrade(&name, &slowly)?;
+        let new = Successor::of(&upgrade)?;
+        let copies = |line: &serde_json::Value| line["sent_bytes"].as_u64() > Some(8 << 20);
+        upgrade.wait_for("copying", LIMIT, copies)?;
+        let pid = if killed == "QEMU" { new.0.pid } else { upgrade.pid() };
+        kill_process(Pid::from_raw(pid).context("no process")?, signal)?;
+        let ended = upgrade.wait(LIMIT)?;
+        let what = || format!("{killed} {signal:?}");
+        ensure!(ended.status.code() == code, "{}: {} {}", what(), ended.last(), ended.errors);
+        new.0.await_end(LIMIT).with_context(what)?;
+        await_guardian(vm.pid())?;
+        check_stayed(&mut vm).with_context(what)?;
+    }
+
+    // With the guest stopped, and all of its state loaded; and it goes all the same after all that.
+    for fault in ["kill-after-stop", "kill-before-commit"] {
+        let upgrade = godwit.upgrade(&name, &["--program", &program, "--fault", fault])?;
+        let new = Successor::of(&upgrade)?;
+        ensure!(!upgrade.wait(LIMIT)?.status.success(), "{fault}");
+        new.0.await_end(LIMIT).with_context(|| fault.to_owned())?;
+        await_guardian(vm.pid())?;
+        check_stayed(&mut vm).with_context(|| fault.to_owned())?;
+    }
+    let upgrade = godwit.upgrade(&name, &["--program", &program])?;
+    let new = Successor::of(&upgrade)?;
+    check_copied(&upgrade.wait(LIMIT)?, build.version)?;
+    await_quit(&mut vm)?;
+    new.0.await_beats(3, LIMIT).map(drop)
+}
+
+#[test]
+fn memory_that_can_neither_stay_nor_be_copied_is_refused() -> anyhow::Result<()> {
+    let test = "memory_that_can_neither_stay_nor_be_copied_is_refused";
     let builds = builds_for(test);
     if builds.is_empty() {
         return Ok(());
     }
     let build = oldest(&builds)?;
     let godwit = Godwit::built()?;
-    for (backend, words) in [
-        (Backend::Anonymous, ["old QEMU's own", "share=on", "godwit migrate --vm VM --to unix:"]),
-        (Backend::Memfd, ["is in a memfd", "memory-backend-file", "godwit receive --start"]),
-    ] {
-        let mut vm = TestVm::source(&config(build).with_backend(backend))?;
-        vm.wait_ready(LIMIT)?;
-        let ended = godwit.upgrade(&name_of(&vm), &[])?.wait(LIMIT)?;
-        check_refused(&ended, 1, &words)?;
-        check_stayed(&mut vm)?;
-    }
     // What is in a file, and would go with the old QEMU.
     let mut vm = started(&config(build))?;
     let discards = json!({ "path": "/objects/mem", "property": "discard-data", "value": true });
     vm.qmp().execute("qom-set", discards)?;
     let ended = godwit.upgrade(&name_of(&vm), &[])?.wait(LIMIT)?;
     check_refused(&ended, 1, &["'mem' has discard-data=on", "start the VM without it"])?;
+    check_stayed(&mut vm)?;
+
+    // A part in a file, and a part of the old QEMU's own.
+    let more = "memory-backend-ram,id=more,size=64M";
+    let more = ["-object", more, "-device", "pc-dimm,memdev=more", "-m", "slots=1,maxmem=1G"];
+    let mut vm = started(&config(build).with_extra(&more))?;
+    let ended = godwit.upgrade(&name_of(&vm), &[])?.wait(LIMIT)?;
+    check_refused(&ended, 1, &["in files ('mem')", "own ('more')", "share=on, or none"])?;
+    check_stayed(&mut vm)?;
+    drop(vm);
+
+    // No room for it twice.
+    let group = match MemoryGroup::new(8 << 20) {
+        Ok(group) => group,
+        Err(why) => {
+            skip(test, format_args!("{why:#}"));
+            return Ok(());
+        }
+    };
+    let mut vm = started(&anonymous(build))?;
+    // What was taken before it came counts elsewhere.
+    group.take(vm.pid())?;
+    let ended = godwit.upgrade(&name_of(&vm), &[])?.wait(LIMIT)?;
+    check_refused(&ended, 1, &["has to be copied", "make room, or say --overcommit"])?;
+    let root = group.dir().parent().context("no root")?.join("cgroup.procs");
+    std::fs::write(root, vm.pid().to_string())?;
     check_stayed(&mut vm)
 }
 

@@ -89,7 +89,7 @@ pub(super) fn ask(machine: &mut Machine, blocks: Vec<Listed>) -> Result<Vec<List
 }
 
 /// What the memory region of a block is called: a device's blocks have its path before it.
-pub(super) fn region_of(block: &str) -> &str {
+pub(crate) fn region_of(block: &str) -> &str {
     match block.rsplit_once('/') {
         Some((_, region)) if !block.starts_with("/rom@") => region,
         _ => block,

@@ -28,7 +28,7 @@ mod addresses;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use godwit_memory::{ProcessBacking, RamBlock};
+use godwit_memory::{Place, ProcessBacking, RamBlock};
 use godwit_track::{AddressSpace, Mapped};
 use godwit_units::ByteCount;
 
@@ -39,6 +39,7 @@ use crate::monitor::QmpError;
 use crate::monitor::commands::{Memdev, QomGet, QueryMemdev, QueryMemorySize};
 
 use addresses::Listed;
+pub(crate) use addresses::region_of;
 
 /// How QEMU hands out the state of its devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,6 +122,21 @@ pub(crate) fn fitted(
     at_addresses(machine.pid, listed).map(Some)
 }
 
+/// The blocks of `ram` that are memory of back ends: the names of those that are in files and
+/// mapped shared, and of those that are the process's own.
+pub(crate) fn in_files(
+    machine: &mut Machine,
+    ram: &[RamBlock],
+) -> Result<(Vec<String>, Vec<String>), QemuError> {
+    let back_ends = back_end_names(machine)?;
+    let main = ram.iter().filter(|block| is_back_end(block.name(), &back_ends));
+    let is_file = |block: &&RamBlock| matches!(block.place(), Ok(Place::File { .. }));
+    let (files, own): (Vec<_>, Vec<_>) = main.partition(is_file);
+    let names =
+        |blocks: Vec<&RamBlock>| blocks.into_iter().map(|it| it.name().to_owned()).collect();
+    Ok((names(files), names(own)))
+}
+
 /// Whether `a` and `b` are the same memory, and not only of the same name and size.
 pub(crate) fn is_same(a: &RamBlock, b: &RamBlock) -> bool {
     let place = |block: &RamBlock| block.place().ok();
@@ -155,6 +171,10 @@ fn in_shared_files(machine: &mut Machine) -> Result<Option<Vec<RamBlock>>, QemuE
         // Only memory-backend-file has the property; asking the others is refused.
         let path = machine.qmp.run_if_known(&QomGet::<String>::new(&object, "mem-path"))?;
         let Some(path) = path.filter(|_| share) else { return Ok(None) };
+        // The descriptor of a process that may have ended (`start/in_place.rs`).
+        if Path::new(&path).starts_with("/proc") {
+            return Ok(None);
+        }
         let path = machine.path_here(Path::new(&path));
         // In a directory its file has no name.
         if path.is_dir() {

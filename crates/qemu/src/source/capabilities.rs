@@ -34,7 +34,7 @@ impl Brake for QemuSource {
     }
 
     fn cannot_govern(&self) -> Option<String> {
-        governor::refusal(self.machine.pid, &self.ram)
+        governor::refusal(self.machine.pid, self.offered())
     }
 
     fn govern(&mut self, dirty_rate_limit: Option<f64>) -> Result<(), VmError> {

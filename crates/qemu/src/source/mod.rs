@@ -304,18 +304,24 @@ impl QemuSource {
         Ok(self)
     }
 
-    /// The same for a destination that is another process on this host and has the same memory
-    /// mapped ([`crate::StartTerms::in_place`]): no RAM is offered to it. Changes nothing.
+    /// The same for a destination that is another process on this host
+    /// ([`crate::StartTerms::in_place`]). Where that can have the same memory mapped, none of it is
+    /// offered to it; where it cannot ([`InPlace::is_copied`]), all. Changes nothing.
     ///
     /// # Errors
-    /// Why no other process can have the memory, with the cure.
+    /// Why the guest cannot go on so, with the cure.
     pub fn staying_in_place(mut self) -> Result<Self, QemuError> {
         let kind = (self.state_by, self.back_ends.is_some());
         self.in_place = Some(Arc::new(InPlace::look(&mut self.machine, &self.ram, kind)?));
         Ok(self)
     }
 
-    /// What the destination has to know of memory that stays in place.
+    /// The RAM that is offered to the destination.
+    fn offered(&self) -> &Arc<Vec<RamBlock>> {
+        self.in_place.as_ref().map_or(&self.ram, |memory| memory.moving())
+    }
+
+    /// What the destination on this host has to know of the memory.
     #[must_use]
     pub fn in_place(&self) -> Option<Arc<InPlace>> {
         self.in_place.clone()

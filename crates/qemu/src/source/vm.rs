@@ -30,10 +30,7 @@ impl SourceVm for QemuSource {
     }
 
     fn ram(&self) -> Arc<Vec<RamBlock>> {
-        match self.in_place {
-            Some(_) => Arc::default(),
-            None => Arc::clone(&self.ram),
-        }
+        Arc::clone(self.offered())
     }
 
     fn was_running(&self) -> bool {
@@ -74,14 +71,15 @@ impl SourceVm for QemuSource {
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
-        if self.in_place.is_some() {
+        let ram = Arc::clone(self.offered());
+        if ram.is_empty() {
             return Ok(Arc::new(Untracked));
         }
-        let tracker = Arc::new(userfaultfd::start_tracking(&mut self.machine, &self.ram)?);
+        let tracker = Arc::new(userfaultfd::start_tracking(&mut self.machine, &ram)?);
         self.tracking_stop = tracker.attachment().stopped();
         self.tracker = Arc::downgrade(&tracker);
         match &mut self.back_ends {
-            Some(back_ends) => Ok(back_ends.track(tracker, &self.ram)?),
+            Some(back_ends) => Ok(back_ends.track(tracker, &ram)?),
             None => Ok(tracker),
         }
     }
@@ -258,6 +256,7 @@ impl SourceVm for QemuSource {
     fn direct_io(&mut self) -> Option<&mut dyn DirectIo> {
         let late = self.back_ends.as_ref().is_some_and(BackEnds::land_late);
         // What lands late lands in memory that stays.
-        if self.in_place.is_none() && (self.direct_io || late) { Some(self) } else { None }
+        let stays = self.in_place.as_ref().is_some_and(|memory| !memory.is_copied());
+        if !stays && (self.direct_io || late) { Some(self) } else { None }
     }
 }

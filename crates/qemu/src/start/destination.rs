@@ -64,7 +64,7 @@ pub struct StartTerms {
     /// How often the network is told of the guest; `None`: as
     /// [`QemuDestination::announcing`] says.
     pub announce: Option<u16>,
-    /// The guest's memory, where the new QEMU is to have the source's, on the same host: then its
+    /// The guest's memory, where the new QEMU takes the source's place on the same host: then its
     /// paths are the source's, unless `mappings` say otherwise.
     pub in_place: Option<Arc<InPlace>>,
     /// The command line to start, program first, in place of the source's.

@@ -1,7 +1,8 @@
-//! The command line of a QEMU that takes another's place on the same host, with the same memory.
+//! The command line of a QEMU that takes another's place on the same host, with the same memory
+//! where that can be.
 //!
 //! Invariant: the new QEMU makes no file and opens no socket under a name that the old one has, and
-//! writes nothing to memory before it has the guest.
+//! writes nothing to memory that is the old one's before it has the guest.
 
 use std::path::{Path, PathBuf};
 
@@ -34,12 +35,13 @@ pub(super) fn carry_in_place(
     let root = Mapping::of(Path::new("/"), Path::new("/"));
     let mappings: Vec<Mapping> = root.into_iter().chain(staged).chain(named).collect();
     let mut words = source.words.clone();
-    words.retain(|word| !matches!(word.as_str(), "-mem-prealloc" | "--mem-prealloc"));
-    for at in 1..words.len() {
-        if matches!(words[at - 1].as_str(), "-object" | "--object") {
-            words[at] = without_prealloc(&words[at]);
-        }
+    if !memory.is_copied() {
+        words.retain(|word| !matches!(word.as_str(), "-mem-prealloc" | "--mem-prealloc"));
     }
+    change_objects(&mut words, |value| match memory.is_copied() {
+        true => value.to_owned(),
+        false => without_prealloc(&adopted(value, memory)),
+    });
     let source = Description { words, ..source.clone() };
     carry_with(&source, (&mappings, scripts), true, monitor)
 }
@@ -55,6 +57,7 @@ pub(super) fn by_command(
 ) -> Result<Carried, QemuError> {
     let told = |words: &str| refused(format!("--exec: {words}"));
     let all = options(command);
+    let stays = !memory.is_copied();
     for Given { name, value } in &all {
         let value = value.as_deref().unwrap_or_default();
         match name.as_str() {
@@ -65,14 +68,14 @@ pub(super) fn by_command(
                                  nothing of it",
                 ));
             }
-            "object" if value.contains("discard-data") => {
+            "object" if stays && value.contains("discard-data") => {
                 return Err(told(
                     "leave discard-data out: a QEMU that has it takes the guest's \
                                  memory along when it ends",
                 ));
             }
-            "object" if without_prealloc(value) != value => return Err(told(PREALLOC)),
-            "mem-prealloc" => return Err(told(PREALLOC)),
+            "object" if stays && without_prealloc(value) != value => return Err(told(PREALLOC)),
+            "mem-prealloc" if stays => return Err(told(PREALLOC)),
             _ => {}
         }
         let taken = memory.names().find(|(old, _)| value.contains(&*old.to_string_lossy()));
@@ -84,6 +87,7 @@ pub(super) fn by_command(
         }
     }
     let mut words: Vec<String> = command.iter().skip(1).cloned().collect();
+    change_objects(&mut words, |value| adopted(value, memory));
     let own = own_words(monitor);
     let waits = all.iter().any(|given| given.name == "incoming");
     words.extend_from_slice(if waits { &own[..4] } else { &own });
@@ -106,6 +110,49 @@ fn check_tap(given: &Given) -> Result<(), QemuError> {
         ))),
         _ => Ok(()),
     }
+}
+
+/// Gives each object of a command line the value that `change` makes of its own.
+fn change_objects(words: &mut [String], change: impl Fn(&str) -> String) {
+    for at in 1..words.len() {
+        if matches!(words[at - 1].as_str(), "-object" | "--object") {
+            words[at] = change(&words[at]);
+        }
+    }
+}
+
+/// A memory back end that has the memory of the old QEMU's, where that is in a file without a name.
+fn adopted(value: &str, memory: &InPlace) -> String {
+    let path = find(value, "id", "").and_then(|id| memory.descriptor(&id));
+    path.map_or_else(|| value.to_owned(), |path| in_file(value, path))
+}
+
+/// The memory back end `value` as one that maps `path`, shared. What is said of a memfd, the file
+/// is already.
+fn in_file(value: &str, path: &Path) -> String {
+    const OF_MEMFDS: [&str; 5] = ["seal", "hugetlb", "hugetlbsize", "mem-path", "share"];
+    const KIND: &str = "memory-backend-file";
+    if value.starts_with('{') {
+        let Ok(Value::Object(mut json)) = serde_json::from_str(value) else {
+            return value.to_owned();
+        };
+        OF_MEMFDS.iter().for_each(|key| drop(json.remove(*key)));
+        json.insert("qom-type".to_owned(), KIND.into());
+        json.insert("share".to_owned(), true.into());
+        json.insert("mem-path".to_owned(), path.to_string_lossy().into());
+        return Value::Object(json).to_string();
+    }
+    let all = parts(value);
+    let key = |part: &String| part.split_once('=').map_or(part.clone(), |(key, _)| key.to_owned());
+    let is_kind = |part: &String| !part.contains('=') && part.starts_with("memory-backend-");
+    let kept = all.iter().filter(|part| {
+        !OF_MEMFDS.contains(&key(part).as_str()) && key(part) != "qom-type" && !is_kind(part)
+    });
+    let kept = kept.map(|part| part.replace(',', ",,"));
+    let path = path.display().to_string().replace(',', ",,");
+    let first = std::iter::once(KIND.to_owned());
+    let last = ["share=on".to_owned(), format!("mem-path={path}")];
+    first.chain(kept).chain(last).collect::<Vec<_>>().join(",")
 }
 
 /// A memory back end that does not fill its memory when it is made: it is filled, and QEMU before
@@ -141,6 +188,22 @@ mod tests {
         assert_eq!(without_prealloc(without), without);
         let json = r#"{"qom-type":"memory-backend-file","id":"m","prealloc":true}"#;
         assert!(!without_prealloc(json).contains("prealloc"));
+    }
+
+    #[test]
+    fn memory_without_a_name_is_had_by_the_old_qemus_descriptor() {
+        let path = Path::new("/proc/7/fd/9");
+        let memfd = "memory-backend-memfd,id=m,size=1G,hugetlb=on,seal=off,share=on,prealloc=on";
+        let file = "memory-backend-file,id=m,size=1G,prealloc=on,share=on,mem-path=/proc/7/fd/9";
+        assert_eq!(in_file(memfd, path), file);
+        // Also one that was had so before.
+        assert_eq!(in_file(&file.replace("/7/", "/3/"), path), file);
+        assert_eq!(in_file(&memfd.replacen("memory", "qom-type=memory", 1), path), file);
+        let json = in_file(r#"{"qom-type":"memory-backend-memfd","id":"m","seal":true}"#, path);
+        let json: Value = serde_json::from_str(&json).unwrap();
+        let told = ["qom-type", "id", "mem-path"].map(|key| json[key].as_str().unwrap_or(""));
+        assert_eq!(told, ["memory-backend-file", "m", "/proc/7/fd/9"]);
+        assert_eq!((&json["share"], &json["seal"]), (&Value::Bool(true), &Value::Null));
     }
 
     #[test]
