@@ -1,4 +1,4 @@
-//! `godwit report`: a page that shows a migration.
+//! `godwit report`: a page that shows a migration, or what a benchmark or a simulation came to.
 
 use std::fs::File;
 use std::io::{BufReader, Write};
@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use godwit_report::{Kept, Record, Store, page};
+use godwit_report::{Document, Kept, Store};
 use serde_json::json;
 
 use crate::migrate::records;
@@ -19,11 +19,12 @@ use crate::process::FAILED;
 /// Show a migration that was made, in one HTML file: what the guest wrote and the link carried over
 /// time, where in memory that was, and where the downtime went.
 ///
-/// Each godwit migrate keeps a record. Without an argument the newest is shown.
+/// Each godwit migrate keeps a record. Without an argument the newest is shown. What a benchmark, a
+/// soak or `godwit simulate --json` has written has a page as well.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// Which one: a name that --list shows or its beginning, a file with a record or with what
-    /// godwit migrate --json printed, or - for standard input
+    /// Which one: a name that --list shows or its beginning; a file with a record, of target/bench,
+    /// or with what godwit migrate --json or simulate --json printed; or - for standard input
     #[arg(value_name = "RECORD")]
     record: Option<String>,
 
@@ -78,9 +79,12 @@ fn list(json: bool) -> anyhow::Result<()> {
 }
 
 fn show(arguments: &Arguments) -> anyhow::Result<()> {
-    let (name, record) = find(arguments.record.as_deref())?;
+    let (name, document) = find(arguments.record.as_deref())?;
     if let Some(collector) = &arguments.otlp {
-        otlp::send(&record, collector)?;
+        let Document::Migration(record) = &document else {
+            bail!("{name} is no migration: of nothing else there are spans");
+        };
+        otlp::send(record, collector)?;
         if arguments.json {
             json_line(&json!({ "record": name, "told": collector.to_string() }));
         } else {
@@ -88,7 +92,7 @@ fn show(arguments: &Arguments) -> anyhow::Result<()> {
         }
         return Ok(());
     }
-    let page = page(&record);
+    let page = document.page();
     let out = match &arguments.out {
         Some(out) if out == Path::new("-") => {
             print!("{page}");
@@ -111,14 +115,18 @@ fn show(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// The record that `wanted` names, and a name for its page.
-fn find(wanted: Option<&str>) -> anyhow::Result<(String, Record)> {
+fn find(wanted: Option<&str>) -> anyhow::Result<(String, Document)> {
     let read = |file: File, what: &str| {
-        Record::read(BufReader::new(file)).with_context(|| what.to_owned())
+        Document::read(BufReader::new(file)).with_context(|| what.to_owned())
     };
     match wanted {
         Some("-") => {
-            let record = Record::read(std::io::stdin().lock()).context("standard input")?;
-            Ok(("migration".to_owned(), record))
+            let read = Document::read(std::io::stdin().lock()).context("standard input")?;
+            let name = match read {
+                Document::Migration(_) => "migration",
+                Document::Figures(_) => "figures",
+            };
+            Ok((name.to_owned(), read))
         }
         Some(path) if path.contains('/') || Path::new(path).is_file() => {
             let file = File::open(path).with_context(|| path.to_owned())?;

@@ -1,4 +1,6 @@
-//! Text in HTML.
+//! Text in HTML, and what stands around the text of every page.
+
+const STYLE: &str = include_str!("page.css");
 
 /// The longest text of a page, in bytes as they stand there.
 const LONGEST: usize = 4096;
@@ -25,6 +27,16 @@ pub(crate) fn escaped(text: &str) -> String {
         }
     }
     escaped
+}
+
+/// A page with this title, which is its heading, too.
+pub(crate) fn document(title: &str, body: &str) -> String {
+    let title = escaped(title);
+    format!(
+        "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\"><title>{title}</title>\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
+         <style>{STYLE}</style></head><body><main><h1>{title}</h1>{body}</main></body></html>\n"
+    )
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Records of migrations, and a page that shows one.
+//! Records of migrations, and pages that show one, or the figures of a benchmark or a simulation.
 //!
 //! A record is lines of JSON: who moved where and when, what progress was seen (fewer and fewer
 //! looks, the longer it took), and how it ended. The lines are those that `godwit migrate --json`
@@ -9,6 +9,8 @@
 //!   store    the directory in which records are kept, the oldest of which go
 //!   totals   what all of them came to, those that have gone too
 //!   page     one HTML file with all in it: no script, nothing that is fetched
+//!   figures  the same of what benchmarks, soaks and simulations came to
+//!   document whichever of them a file is
 //!   chart    a plot of values over time
 //!   heat     where in memory pages were sent, round by round
 //!   spans    the same for tracing systems: what took from when to when
@@ -17,6 +19,8 @@
 #![forbid(unsafe_code)]
 
 mod chart;
+mod document;
+mod figures;
 mod heat;
 mod html;
 mod page;
@@ -25,6 +29,8 @@ mod spans;
 mod store;
 mod totals;
 
+pub use document::Document;
+pub use figures::Figures;
 pub use page::page;
 pub use record::{Ending, Head, Moved, Record, RecordError, Recorder};
 pub use spans::{Attribute, Span, spans};

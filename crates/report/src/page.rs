@@ -10,10 +10,9 @@ use time::OffsetDateTime;
 
 use crate::chart::{Axis, Series, Shade, Unit, chart};
 use crate::heat::heat;
-use crate::html::escaped;
+use crate::html::{document, escaped};
 use crate::record::{Ending, Head, Moved, Record};
 
-const STYLE: &str = include_str!("page.css");
 /// A curve has no more points: two for each that a screen can show.
 const POINTS: usize = 2000;
 /// So many of the first rounds have a row, and as many of the last.
@@ -32,14 +31,7 @@ const ROWS: usize = 100;
 #[must_use]
 pub fn page(record: &Record) -> String {
     let title = title(&record.head, &record.ending);
-    let mut html = format!(
-        "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\"><title>{}</title>\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
-         <style>{STYLE}</style></head><body><main><h1>{}</h1>",
-        escaped(&title),
-        escaped(&title)
-    );
-    html += &subtitle(&record.head);
+    let mut html = subtitle(&record.head);
     match &record.ending {
         Ending::Moved(moved) => {
             html += &measures(moved);
@@ -61,7 +53,7 @@ pub fn page(record: &Record) -> String {
             html += &timeline(&record.looks, Duration::ZERO);
         }
     }
-    html + "</main></body></html>\n"
+    document(&title, &html)
 }
 
 /// What became of it, in a line.

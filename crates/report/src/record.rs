@@ -91,6 +91,12 @@ pub enum RecordError {
         /// What is wrong with it.
         why: String,
     },
+    /// It is something else.
+    #[error(
+        "is JSON, but nothing that has a page: show a record or what `godwit migrate --json` or \
+         `godwit simulate --json` printed, or a benchmark's or soak's file of target/bench"
+    )]
+    Other,
     /// There is nothing to show.
     #[error("there is no progress and no outcome in it: is it what --json printed?")]
     Empty,

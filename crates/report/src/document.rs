@@ -1,0 +1,82 @@
+//! Whatever a page can be made of, told apart by what is in it.
+
+use std::io::{BufRead, Read};
+
+use serde_json::Value;
+
+use crate::figures::Figures;
+use crate::page::page;
+use crate::record::{Record, RecordError};
+
+/// More is no file of ours.
+const LIMIT: u64 = 256 << 20;
+
+/// What a page can be made of.
+///
+/// ```
+/// use godwit_report::Document;
+///
+/// let text = r#"{"simulated":true,"hosts":20,"vms":100}"#;
+/// let document = Document::read(text.as_bytes())?;
+/// assert!(matches!(document, Document::Figures(_)));
+/// assert!(document.page().starts_with("<!doctype html>"));
+/// # Ok::<(), godwit_report::RecordError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub enum Document {
+    /// A migration that was made.
+    Migration(Box<Record>),
+    /// What a benchmark or a soak has written, or `godwit simulate --json` printed.
+    Figures(Figures),
+}
+
+impl Document {
+    /// Reads one.
+    ///
+    /// # Errors
+    /// What it is not.
+    pub fn read(lines: impl BufRead) -> Result<Self, RecordError> {
+        let mut text = String::new();
+        lines.take(LIMIT).read_to_string(&mut text)?;
+        if let Some(figures) = Figures::read(&text) {
+            return Ok(Self::Figures(figures));
+        }
+        // What is one value over several lines would be found wrong in the first of them.
+        if let Ok(value) = serde_json::from_str::<Value>(&text)
+            && value["event"].is_null()
+            && !value["outcome"].is_string()
+        {
+            return Err(RecordError::Other);
+        }
+        Record::read(text.as_bytes()).map(|record| Self::Migration(Box::new(record)))
+    }
+
+    /// One HTML file that shows it.
+    #[must_use]
+    pub fn page(&self) -> String {
+        match self {
+            Self::Migration(record) => page(record),
+            Self::Figures(figures) => figures.page(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_shown_as_what_it_is_or_refused_as_none_of_them() {
+        let read = |text: &str| Document::read(text.as_bytes());
+        let moved = "{\"event\":\"disks\"}\n{\"outcome\":\"failed\",\"error\":\"x\"}";
+        assert!(matches!(read(moved), Ok(Document::Migration(_))));
+        assert!(matches!(read("{\"name\":\"a\",\"targets\":[]}"), Ok(Document::Figures(_))));
+        for other in ["{}", "[1,\n2]", "{\n\"measured\": {\"a\": 1}\n}", "3"] {
+            let told = read(other).unwrap_err().to_string();
+            assert!(told.contains("JSON, but nothing that has a page"), "{other}: {told}");
+            assert_eq!(told.lines().count(), 1);
+        }
+        assert!(matches!(read("no JSON"), Err(RecordError::Line { line: 1, .. })));
+        assert!(matches!(read(""), Err(RecordError::Empty)));
+    }
+}
