@@ -113,7 +113,7 @@ defects: guest qemu ## deliberate defects, each a hundred times, and who finds t
 	@$(CARGO) build --package godwit-cli --package godwit-faults --features godwit-cli/test-hooks --bins
 	@target/debug/godwit-defects $(DEFECTS)
 
-# `make faults-postcopy FOLLOWED='--kills 10 --cuts 0 --lost 0'` for a part.
+# `make faults-postcopy FOLLOWED='--kills 10 --cuts 0 --lost 0'` for a part, `FOLLOWED='--only microvm'` for those alone.
 FOLLOWED ?=
 
 .PHONY: faults-postcopy

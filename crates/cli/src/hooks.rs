@@ -43,12 +43,19 @@ pub(crate) struct Receive {
     #[arg(long, hide = true)]
     defect: Option<DestinationDefect>,
 
+    #[command(flatten)]
+    pub(crate) placed: Placed,
+}
+
+/// Of whoever has the engine that takes a guest in: `godwit receive`, and a microvm.
+#[derive(Debug, Args)]
+pub(crate) struct Placed {
     /// Write down what comes when the guest runs here already
     #[arg(long, hide = true)]
     placed: Option<PathBuf>,
 }
 
-impl Receive {
+impl Placed {
     /// Opens what is to be written to.
     pub(crate) fn open(&self) -> io::Result<()> {
         if let Some(path) = &self.placed {
@@ -57,7 +64,9 @@ impl Receive {
         }
         Ok(())
     }
+}
 
+impl Receive {
     pub(crate) fn faults(&self) -> destination::Faults {
         destination::Faults {
             slow_channel: self.slow_channel,

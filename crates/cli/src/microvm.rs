@@ -185,6 +185,10 @@ pub(crate) struct Run {
     /// The part of it that the guest writes to [default: at most 128MiB]
     #[arg(long, value_name = "SIZE")]
     working_set: Option<ByteCount>,
+
+    #[cfg(feature = "test-hooks")]
+    #[command(flatten)]
+    placed: crate::hooks::Placed,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -304,6 +308,11 @@ fn run_machine(arguments: &Run) -> Result<ExitCode, MicrovmError> {
     // Before any thread is started.
     rights::keep_only(RIGHTS)
         .map_err(|source| MicrovmError::System { action: "give up rights of root's", source })?;
+    #[cfg(feature = "test-hooks")]
+    arguments.placed.open().map_err(|source| MicrovmError::System {
+        action: "open the file for what is placed",
+        source,
+    })?;
     let cancel = cancel_on_signals();
     let blocks = match &arguments.block[..] {
         [] => plain_layout(arguments.memory, arguments.memory_path.clone()),

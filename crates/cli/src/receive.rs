@@ -194,7 +194,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         return ExitCode::from(FAILED);
     }
     #[cfg(feature = "test-hooks")]
-    if let Err(error) = arguments.hooks.open() {
+    if let Err(error) = arguments.hooks.placed.open() {
         output::refusal(&error, arguments.json);
         return ExitCode::from(FAILED);
     }

@@ -12,7 +12,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -32,10 +32,10 @@ use serde_json::Value;
 const SLOW: [&str; 7] =
     ["--max-bandwidth", "60MiB/s", "--compression", "none", "--reconnect", "60s", "--postcopy"];
 /// When guests leave: at once, or behind a first pass, of which what was written since is missing.
-const WHEN: [&str; 4] = ["now", "now", "now", "after 1"];
+pub(crate) const WHEN: [&str; 4] = ["now", "now", "now", "after 1"];
 /// From the beginning of a migration, or from the fault before, to the next one, at the most.
-const BETWEEN: Duration = Duration::from_millis(900);
-const LOOK: Duration = Duration::from_millis(20);
+pub(crate) const BETWEEN: Duration = Duration::from_millis(900);
+pub(crate) const LOOK: Duration = Duration::from_millis(20);
 
 /// What befalls a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,15 +124,17 @@ struct Move<'a> {
 
 /// What `godwit receive` writes down of pages that come behind the guest: a directory, with a file
 /// for each that was started.
-struct Placed(Option<PathBuf>);
+pub(crate) struct Placed(Option<PathBuf>);
 
 impl Placed {
     /// Of a guest of `config`, if its memory is in a file.
     fn of(config: &VmConfig) -> anyhow::Result<Self> {
+        if config.backend == Backend::SharedFile { Self::new() } else { Ok(Self(None)) }
+    }
+
+    /// Of a guest whose memory is in a file.
+    pub(crate) fn new() -> anyhow::Result<Self> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
-        if config.backend != Backend::SharedFile {
-            return Ok(Self(None));
-        }
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let name = format!("godwit-placed-{}-{number}", std::process::id());
         let directory = std::env::temp_dir().join(name);
@@ -148,19 +150,19 @@ impl Placed {
     }
 
     /// The options of the next one.
-    fn option(&self) -> anyhow::Result<Option<[String; 2]>> {
+    pub(crate) fn option(&self) -> anyhow::Result<Option<[String; 2]>> {
         let number = self.files()?.len();
         let file = self.0.as_ref().map(|directory| directory.join(number.to_string()));
         Ok(file.map(|file| ["--placed".to_owned(), file.display().to_string()]))
     }
 
     /// Compares all of it with the memory that the guest has left in `ram`; how many pages.
-    fn compare(&self, ram: &Path) -> anyhow::Result<u64> {
+    pub(crate) fn compare(&self, ram: &File) -> anyhow::Result<u64> {
         let mut compared = 0;
         if self.0.is_none() {
             return Ok(compared);
         }
-        let (ram, key) = (File::open(ram)?, Key::new(0));
+        let key = Key::new(0);
         let mut bytes = vec![0; PAGE_SIZE as usize];
         for file in self.files()? {
             let records = std::fs::read(file)?;
@@ -231,7 +233,7 @@ pub fn run(config: &VmConfig, faults: &[Fault], rng: &mut Rng) -> anyhow::Result
 }
 
 /// `own` options of a side, and those of both for a copy.
-fn words<'a>(own: &[&'a str], safe: &'a Option<[String; 2]>) -> Vec<&'a str> {
+pub(crate) fn words<'a>(own: &[&'a str], safe: &'a Option<[String; 2]>) -> Vec<&'a str> {
     let safe = safe.iter().flatten().map(String::as_str);
     own.iter().copied().chain(safe).collect()
 }
@@ -380,7 +382,8 @@ impl Move<'_> {
 
     /// The guest is at the destination, whole.
     fn moved(mut self) -> anyhow::Result<Counts> {
-        self.counts.compared += self.placed.compare(self.pair.source.ram_file())?;
+        let ram = File::open(self.pair.source.ram_file()).context("no memory of the source")?;
+        self.counts.compared += self.placed.compare(&ram)?;
         self.counts.moves += 1;
         Ok(self.counts)
     }

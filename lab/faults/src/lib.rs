@@ -9,7 +9,7 @@
 //!   report   rows, targets, and the table of docs/reliability.md
 //!   defects  what a migration gets wrong on purpose, and whether that is found
 //!   tally    rows, targets and the table of these
-//!   followed faults while the memory of a guest follows it
+//!   followed faults while the memory of a guest follows it; of a microvm's in followed_microvms
 //! ```
 //!
 //! A cell is a real migration between real VMs by the `godwit` command. Behind the fault exactly
@@ -22,6 +22,7 @@
 pub mod cell;
 pub mod defects;
 pub mod followed;
+pub mod followed_microvms;
 pub mod phase;
 pub mod point;
 pub mod report;

@@ -8,13 +8,14 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anyhow::Context;
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use fastrand::Rng;
 use godwit_bench::report::{Better, Report, machine, with_table};
-use godwit_faults::followed::{Counts, Kind, draw, run};
+use godwit_faults::followed::{Counts, Fault, Kind, draw, run};
+use godwit_faults::followed_microvms::{self, MACHINES};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, GuestConfig, VmConfig, builds_for, end_children_on_interrupt, kvm_builds_for,
+    Backend, GuestConfig, VmConfig, builds_for, end_children_on_interrupt, kvm_builds_for, kvm_for,
 };
 
 /// Kills godwits, cuts links and loses sources while the memory of guests follows them.
@@ -29,12 +30,80 @@ struct Arguments {
     /// Sources that are lost while pages are missing, of guests with a copy of them
     #[arg(long, default_value_t = 100)]
     lost: u32,
+    /// Guests of these machines alone [default: one kind after the other]
+    #[arg(long, value_enum)]
+    only: Option<Machines>,
     /// Guests at once
     #[arg(long, default_value_t = 4)]
     at_once: u64,
     /// Repeats what another run drew
     #[arg(long)]
     seed: Option<u64>,
+}
+
+/// Machines that guests move between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Machines {
+    Qemu,
+    Microvm,
+}
+
+/// Guests of one kind of machines.
+enum Guests {
+    Qemu(Vec<VmConfig>),
+    Microvm,
+}
+
+impl Guests {
+    /// Of `machines`, if these can be had here.
+    fn of(machines: Machines) -> Option<Self> {
+        match machines {
+            Machines::Qemu => Some(configs()).filter(|it| !it.is_empty()).map(Self::Qemu),
+            Machines::Microvm => kvm_for("followed").then_some(Self::Microvm),
+        }
+    }
+
+    /// Has one move; which guest it is follows from the `number` of the move.
+    fn run(&self, number: usize, faults: &[Fault], rng: &mut Rng) -> anyhow::Result<Counts> {
+        match self {
+            Self::Qemu(configs) => run(&configs[number % configs.len()], faults, rng),
+            Self::Microvm => {
+                let options = MACHINES[number % MACHINES.len()];
+                followed_microvms::run(options, faults, rng)?.context("no KVM any more")
+            }
+        }
+    }
+
+    /// Where the page has their table.
+    fn place(&self) -> [&'static str; 2] {
+        match self {
+            Self::Qemu(_) => [BEGIN, END],
+            Self::Microvm => [MICROVM_BEGIN, MICROVM_END],
+        }
+    }
+
+    /// So many kills, cuts and lost sources are worth a table.
+    fn worth(&self) -> u32 {
+        match self {
+            Self::Qemu(_) => 100,
+            Self::Microvm => 20,
+        }
+    }
+
+    /// What has to be done where a command was killed.
+    fn cure(&self) -> &'static str {
+        match self {
+            Self::Qemu(_) => "the same command again",
+            Self::Microvm => "nothing",
+        }
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Qemu(_) => "QEMU",
+            Self::Microvm => "microvms",
+        }
+    }
 }
 
 /// Faults of one move, at the most.
@@ -69,18 +138,18 @@ fn configs() -> Vec<VmConfig> {
 const PAGE: &str = "docs/reliability.md";
 const BEGIN: &str = "<!-- made by `make faults-postcopy`: begin -->\n";
 const END: &str = "<!-- made by `make faults-postcopy`: end -->\n";
-/// A run with as many of each is worth a table.
-const WORTH: u32 = 100;
+const MICROVM_BEGIN: &str = "<!-- made by `make faults-postcopy` with microvms: begin -->\n";
+const MICROVM_END: &str = "<!-- made by `make faults-postcopy` with microvms: end -->\n";
 
 /// What befell guests whose memory followed them, and what came of it.
-fn table(counts: &Counts) -> String {
+fn table(counts: &Counts, killed: &str) -> String {
     let Counts { kills: [migrate, receive], cuts, lost, others, moves, stayed, compared } = counts;
     let mut table =
         String::from("| while pages were missing | how often | what has to be done |\n");
     table += "| --- | ---: | --- |\n";
     for (what, count, cure) in [
-        ("`godwit migrate` was killed", migrate, "the same command again"),
-        ("`godwit receive` was killed", receive, "the same command again"),
+        ("`godwit migrate` was killed", migrate, killed),
+        ("`godwit receive` was killed", receive, killed),
         ("the link was cut, for 1 to 30 s", cuts, "nothing"),
         ("the source was lost, with a copy in a third place", lost, "nothing"),
     ] {
@@ -96,7 +165,7 @@ fn table(counts: &Counts) -> String {
 
 fn moves(
     arguments: &Arguments,
-    configs: &[VmConfig],
+    guests: &Guests,
     (state, next): (&Mutex<State>, &AtomicU64),
     (seed, interrupted): (u64, &AtomicBool),
 ) {
@@ -121,8 +190,7 @@ fn moves(
                 draw(kind, &mut rng)
             })
             .collect();
-        let config = &configs[number as usize % configs.len()];
-        let outcome = run(config, &faults, &mut rng);
+        let outcome = guests.run(number as usize, &faults, &mut rng);
         if interrupted.load(Ordering::Relaxed) {
             return;
         }
@@ -145,43 +213,70 @@ fn moves(
     }
 }
 
-fn main() -> anyhow::Result<ExitCode> {
-    let arguments = Arguments::parse();
-    let interrupted = end_children_on_interrupt().context("no signals")?;
-    let seed = arguments.seed.unwrap_or_else(|| Rng::new().u64(..1 << 20));
-    let configs = configs();
-    anyhow::ensure!(!configs.is_empty(), "there is no QEMU: run `make qemu`");
-    println!("{}; seed {seed}", machine());
+/// Moves guests until there were as many faults of each kind as are wanted; whether all was well.
+fn strike(
+    arguments: &Arguments,
+    guests: &Guests,
+    (seed, interrupted): (u64, &AtomicBool),
+    report: &mut Report,
+) -> anyhow::Result<bool> {
     let state = Mutex::new(State { counts: Counts::default(), problems: Vec::new() });
     let next = AtomicU64::new(0);
+    println!("guests of {}", guests.name());
     std::thread::scope(|scope| {
         for _ in 0..arguments.at_once.max(1) {
-            scope.spawn(|| moves(&arguments, &configs, (&state, &next), (seed, &interrupted)));
+            scope.spawn(|| moves(arguments, guests, (&state, &next), (seed, interrupted)));
         }
     });
     let state = state.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
     if interrupted.load(Ordering::Relaxed) {
-        println!("ended by a signal; all VMs are ended");
-        return Ok(ExitCode::from(130));
+        return Ok(false);
     }
-    let mut report = Report::new("followed");
-    report.figure("seed", seed);
-    report.figure("moved", state.counts.moves);
-    report.figure("stayed", state.counts.stayed);
-    report.figure("problems", state.problems.clone());
-    report.target("kills", f64::from(state.kills()), f64::from(arguments.kills), Better::Higher);
-    report.target("cuts", f64::from(state.counts.cuts), f64::from(arguments.cuts), Better::Higher);
-    report.target("lost", f64::from(state.counts.lost), f64::from(arguments.lost), Better::Higher);
-    // Of those with memory in a file, half of all, at least one lacks something.
+    let of = |what: &str| format!("{what}, {}", guests.name());
+    report.figure(&of("moved"), state.counts.moves);
+    report.figure(&of("stayed"), state.counts.stayed);
+    report.figure(&of("problems"), state.problems.clone());
+    for (what, had, wanted) in [
+        ("kills", state.kills(), arguments.kills),
+        ("cuts", state.counts.cuts, arguments.cuts),
+        ("lost", state.counts.lost, arguments.lost),
+    ] {
+        report.target(&of(what), f64::from(had), f64::from(wanted), Better::Higher);
+    }
+    // Of those with memory in a file, half of all QEMUs, at least one lacks something.
     let compared = state.counts.compared as f64;
-    report.target("pages compared with the source's", compared, 1.0, Better::Higher);
-    report.target("guests that did not go on", state.problems.len() as f64, 0.0, Better::Lower);
-    report.finish()?;
-    let worth = [arguments.kills, arguments.cuts, arguments.lost].iter().all(|it| *it >= WORTH);
-    if state.problems.is_empty() && worth {
+    report.target(&of("pages compared with the source's"), compared, 1.0, Better::Higher);
+    let red = state.problems.len() as f64;
+    report.target(&of("guests that did not go on"), red, 0.0, Better::Lower);
+    let wanted = [arguments.kills, arguments.cuts, arguments.lost];
+    if state.problems.is_empty() && wanted.iter().all(|it| *it >= guests.worth()) {
         let page = std::fs::read_to_string(PAGE).with_context(|| format!("cannot read {PAGE}"))?;
-        std::fs::write(PAGE, with_table(&page, BEGIN, END, &table(&state.counts))?)?;
+        let (table, [begin, end]) = (table(&state.counts, guests.cure()), guests.place());
+        std::fs::write(PAGE, with_table(&page, begin, end, &table)?)?;
         println!("table written to {PAGE}");
     }
-    Ok(if state.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(state.problems.is_empty())
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let arguments = Arguments::parse();
+    let interrupted = end_children_on_interrupt().context("no signals")?;
+    let seed = arguments.seed.unwrap_or_else(|| Rng::new().u64(..1 << 20));
+    let kinds = [Machines::Qemu, Machines::Microvm];
+    let wanted = kinds.into_iter().filter(|kind| arguments.only.is_none_or(|only| only == *kind));
+    let all: Vec<Guests> = wanted.filter_map(Guests::of).collect();
+    anyhow::ensure!(!all.is_empty(), "there are no such machines here: run `make qemu`");
+    println!("{}; seed {seed}", machine());
+    let mut report = Report::new("followed");
+    report.figure("seed", seed);
+    let mut well = true;
+    for guests in &all {
+        well &= strike(&arguments, guests, (seed, &interrupted), &mut report)?;
+        if interrupted.load(Ordering::Relaxed) {
+            println!("ended by a signal; all VMs are ended");
+            return Ok(ExitCode::from(130));
+        }
+    }
+    report.finish()?;
+    Ok(if well { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
