@@ -17,6 +17,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use zerocopy::IntoBytes;
 
+mod limits;
+
 const PROGRAM: &str = env!("CARGO_BIN_EXE_godwit-stamp");
 /// Far more than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(120);
