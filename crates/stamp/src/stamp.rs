@@ -53,11 +53,12 @@ fn filling(check: u64, turn: u64) -> u64 {
     mix(check ^ (turn + 1))
 }
 
-/// The page that filling word `word` in place `turn` belongs to, if there can be such a version.
-fn owner_of(word: u64, turn: u64) -> Option<u64> {
+/// The page that filling word `word` in place `turn` belongs to, and the version that wrote it, if
+/// there can be such a one.
+fn writer_of_word(word: u64, turn: u64) -> Option<(u64, u64)> {
     let version = unmix(unmix(word) ^ (turn + 1)) ^ SALT;
     let (index, generation) = (version >> 32, version & u64::from(u32::MAX));
-    (generation == 0 || generation % TURNS == turn).then_some(index)
+    (generation == 0 || generation % TURNS == turn).then_some((index, generation))
 }
 
 /// The version of the page that wrote filling word `turn` last, when the page is at `generation`:
@@ -144,9 +145,27 @@ impl Page {
             (_, found) if found != generation => Fault::OtherGeneration { found },
             _ => match self.other_owner(expected, index) {
                 Some(found) => Fault::OtherPage { found },
-                None => self.first_difference(expected),
+                None => self
+                    .lost_writes(expected, index, generation)
+                    .unwrap_or_else(|| self.first_difference(expected)),
             },
         }
+    }
+
+    /// Versions whose words are missing, where all that differs is what older ones wrote in their
+    /// places: this page was an older version, and was written again since.
+    fn lost_writes(&self, expected: &Self, index: u64, generation: u64) -> Option<Fault> {
+        let (mut first, mut count) = (u64::MAX, 0);
+        for at in (0..WORDS).filter(|&at| self.0[at] != expected.0[at]) {
+            let turn = FILLING.contains(&at).then(|| (at - FILLING.start) as u64)?;
+            let (lost, (owner, found)) =
+                (writer_of(turn, generation), writer_of_word(self.0[at], turn)?);
+            if owner != index || found >= lost {
+                return None;
+            }
+            (first, count) = (first.min(lost), count + 1);
+        }
+        Some(Fault::LostWrites { first, count })
     }
 
     /// The other page to which all of the filling belongs that differs: this one was written again
@@ -156,7 +175,8 @@ impl Page {
         let differs = |at: &usize| self.0[*at] != expected.0[*at];
         let mut owners = FILLING.filter(differs).map(|at| {
             let turn = (at - FILLING.start) as u64;
-            owner_of(self.0[at], turn).filter(|owner| *owner != index)
+            let owner = writer_of_word(self.0[at], turn).map(|(owner, _)| owner);
+            owner.filter(|owner| *owner != index)
         });
         let (first, second) = (owners.next()??, owners.next()??);
         (first == second && owners.all(|owner| owner == Some(first))).then_some(first)
@@ -171,12 +191,12 @@ impl Page {
     fn first_difference(&self, expected: &Self) -> Fault {
         let differs = |&at: &usize| self.0[at] != expected.0[at];
         let word = (0..WORDS).find(differs).unwrap_or(0);
-        Fault::Words {
-            word,
-            found: self.0[word],
-            expected: expected.0[word],
-            count: (0..WORDS).filter(differs).count(),
+        let (found, expected) = (self.0[word], expected.0[word]);
+        let count = (0..WORDS).filter(differs).count();
+        if count == 1 && (found ^ expected).is_power_of_two() {
+            return Fault::FlippedBit { word, found, expected };
         }
+        Fault::Words { word, found, expected, count }
     }
 }
 
@@ -209,7 +229,24 @@ pub enum Fault {
         /// First, middle and last.
         generations: [u64; 3],
     },
-    /// Words differ: a flipped bit, or a stale part of the filling.
+    /// The version written last, but words are those of earlier ones: writes were lost (or an
+    /// older copy came later), and it was written again since.
+    LostWrites {
+        /// The first version that is missing.
+        first: u64,
+        /// How many are.
+        count: usize,
+    },
+    /// A single bit differs.
+    FlippedBit {
+        /// The word that has it.
+        word: usize,
+        /// What it holds.
+        found: u64,
+        /// What it should hold.
+        expected: u64,
+    },
+    /// Words differ in any other way.
     Words {
         /// The first word that differs.
         word: usize,
@@ -229,6 +266,15 @@ impl fmt::Display for Fault {
             Self::OtherPage { found } => write!(f, "content of page {found}"),
             Self::OtherGeneration { found } => write!(f, "generation {found}"),
             Self::Torn { generations: [a, b, c] } => write!(f, "torn: generations {a}, {b}, {c}"),
+            Self::LostWrites { first, count: 1 } => write!(f, "lost write of generation {first}"),
+            Self::LostWrites { first, count } => {
+                write!(f, "lost writes of {count} generations, the first {first}")
+            }
+            Self::FlippedBit { word, found, expected } => write!(
+                f,
+                "flipped bit {} of word {word}: {found:#018x} for {expected:#018x}",
+                (found ^ expected).trailing_zeros()
+            ),
             Self::Words { word, found, expected, count } => write!(
                 f,
                 "{count} words differ, first word {word}: {found:#018x} for {expected:#018x} (bits \
@@ -347,8 +393,39 @@ mod tests {
         let line = 40..48;
         page.0[line.clone()].copy_from_slice(&written(5, 200).0[line]);
         assert!(page.stamps_match(5, 300));
+        // Words 40 to 47 are those of turns 37 to 44: written last by 290 to 297.
         let fault = page.inspect(5, 300);
-        assert!(matches!(fault, Err(Fault::Words { word: 40, count: 8, .. })), "{fault:?}");
+        assert_eq!(fault, Err(Fault::LostWrites { first: 290, count: 8 }));
+    }
+
+    #[test]
+    fn a_stale_page_is_named_also_when_it_was_written_since() {
+        // Cause: the guest wrote a page before it looked, and told of words that differ.
+        for (lost, said) in [
+            (1, "lost write of generation 298"),
+            (3, "lost writes of 3 generations, the first 296"),
+        ] {
+            let mut stale = written(5, 298 - lost);
+            stale.restamp(5, 299);
+            stale.restamp(5, 300);
+            assert!(stale.stamps_match(5, 300));
+            assert_eq!(stale.inspect(5, 300).unwrap_err().to_string(), said);
+        }
+    }
+
+    #[test]
+    fn more_than_a_bit_that_no_version_wrote_is_called_no_lost_write_and_no_flipped_bit() {
+        let mut page = written(5, 300);
+        page.0[40] ^= 3;
+        let fault = page.inspect(5, 300);
+        assert!(matches!(fault, Err(Fault::Words { word: 40, count: 1, .. })), "{fault:?}");
+        // A word of a later version, or of another page.
+        for other in [written(5, 553), written(6, 300)] {
+            let mut page = written(5, 300);
+            page.0[40] = other.0[40];
+            let fault = page.inspect(5, 300);
+            assert!(matches!(fault, Err(Fault::Words { word: 40, count: 1, .. })), "{fault:?}");
+        }
     }
 
     #[test]
@@ -359,8 +436,7 @@ mod tests {
             page.0[word] ^= bit;
             let at_stamp = STAMPS.iter().any(|&at| (at..at + 3).contains(&word));
             assert_eq!(page.stamps_match(5, 300), !at_stamp, "word {word}");
-            let Err(Fault::Words { word: found_at, found, expected, count: 1 }) =
-                page.inspect(5, 300)
+            let Err(Fault::FlippedBit { word: found_at, found, expected }) = page.inspect(5, 300)
             else {
                 panic!("flip in word {word}: {:?}", page.inspect(5, 300));
             };

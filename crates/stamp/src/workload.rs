@@ -320,7 +320,7 @@ mod tests {
         let looks = 64 * LOOKS_PER_WHOLE_PAGE;
         let bugs: Vec<_> = (0..looks).filter_map(|_| workload.check()).collect();
         assert!(
-            matches!(bugs[..], [Bug { page: 40, fault: Fault::Words { word: 400, .. }, .. }]),
+            matches!(bugs[..], [Bug { page: 40, fault: Fault::FlippedBit { word: 400, .. }, .. }]),
             "{bugs:?}"
         );
     }

@@ -40,7 +40,9 @@ pub struct Defect {
     pub migrate: &'static [&'static str],
     /// Options of `godwit receive`.
     pub receive: &'static [&'static str],
-    /// What a line with BUG of the guest has to contain: any of these.
+    /// How a line of the guest has to begin.
+    pub place: &'static str,
+    /// What it has to contain: any of these.
     pub guest: &'static [&'static str],
     /// What `godwit migrate --verify` has to say; none: it does not look there.
     pub verify: Option<&'static str>,
@@ -64,9 +66,15 @@ pub enum Bench {
 const STAYS: Option<&str> = Some("NOT exact");
 const MISSED: Option<&str> = Some("NOT an exact copy");
 
-/// What the guest says of a page that lacks a version: that it is an older one or, where the guest
-/// has written it again before it looked, that the one word is missing which that version wrote.
-const LOST_VERSION: &[&str] = &["found=generation", "found=1 words differ"];
+/// Where the guest finds damage: in its memory, on its disk, and in memory into which it read its
+/// disk, which gives it right when it is asked again.
+const MEMORY: &str = "BUG page=";
+const DISK_ITSELF: &str = "BUG disk page=";
+const READ_IN: &str = "BUG buffer of disk page=";
+
+/// What the guest says of a page that lacks versions: that it is an older one or, where the guest
+/// has written it again before it looked, what these wrote.
+const LOST_VERSION: &[&str] = &["found=generation", "found=lost write"];
 
 /// All of them.
 pub static DEFECTS: [Defect; 9] = [
@@ -76,6 +84,7 @@ pub static DEFECTS: [Defect; 9] = [
         bench: Bench::Memory,
         migrate: &["--fault", "skip-dirty-page"],
         receive: &[],
+        place: MEMORY,
         guest: LOST_VERSION,
         verify: MISSED,
         audit: &["reported as written in round"],
@@ -86,6 +95,7 @@ pub static DEFECTS: [Defect; 9] = [
         bench: Bench::Memory,
         migrate: &[],
         receive: &["--defect", "late-old-page"],
+        place: MEMORY,
         guest: LOST_VERSION,
         verify: STAYS,
         audit: &["holds the version of round"],
@@ -96,6 +106,7 @@ pub static DEFECTS: [Defect; 9] = [
         bench: Bench::Memory,
         migrate: &["--channels", "1"],
         receive: &["--defect", "swap-pages"],
+        place: MEMORY,
         guest: &["found=content of page"],
         verify: STAYS,
         audit: &["holds what was sent for"],
@@ -106,7 +117,8 @@ pub static DEFECTS: [Defect; 9] = [
         bench: Bench::Memory,
         migrate: &["--channels", "1"],
         receive: &["--defect", "flip-bit"],
-        guest: &["word"],
+        place: MEMORY,
+        guest: &["found=flipped bit"],
         verify: STAYS,
         audit: &["holds bytes that were never sent"],
     },
@@ -116,6 +128,7 @@ pub static DEFECTS: [Defect; 9] = [
         bench: Bench::Memory,
         migrate: &["--fault", "forget-last-round"],
         receive: &[],
+        place: MEMORY,
         guest: LOST_VERSION,
         verify: MISSED,
         audit: &["reported as written in round"],
@@ -126,6 +139,7 @@ pub static DEFECTS: [Defect; 9] = [
         bench: Bench::Memory,
         migrate: &[],
         receive: &["--defect", "run-ahead"],
+        place: MEMORY,
         guest: LOST_VERSION,
         verify: STAYS,
         audit: &["holds the version of round"],
@@ -136,6 +150,7 @@ pub static DEFECTS: [Defect; 9] = [
         bench: Bench::Hints,
         migrate: &["--fault", "believe-hints"],
         receive: &[],
+        place: MEMORY,
         guest: &["found=all zeroes"],
         verify: MISSED,
         audit: &["left out as free"],
@@ -146,7 +161,8 @@ pub static DEFECTS: [Defect; 9] = [
         bench: Bench::Direct,
         migrate: &["--fault", "trust-tracker", "--max-bandwidth", "200MiB/s"],
         receive: &[],
-        guest: &["BUG"],
+        place: READ_IN,
+        guest: &["found=content of page", "found=generation"],
         verify: MISSED,
         audit: &["not reported as written since"],
     },
@@ -156,7 +172,8 @@ pub static DEFECTS: [Defect; 9] = [
         bench: Bench::Disk,
         migrate: &["--disks", "all", "--fault", "drop-extent"],
         receive: &["--disks", "all"],
-        guest: &["disk"],
+        place: DISK_ITSELF,
+        guest: &["found=generation", "found=all zeroes"],
         verify: None,
         audit: &["and not sent then"],
     },
@@ -169,6 +186,7 @@ pub static CONTROL: Defect = Defect {
     bench: Bench::Memory,
     migrate: &[],
     receive: &[],
+    place: "BUG",
     guest: &["BUG"],
     verify: STAYS,
     audit: &["NOT exact"],
@@ -402,7 +420,10 @@ impl Rig {
         let said = ended.errors.lines().find(|line| line.contains("exact")).map(str::to_owned);
         // Which side runs the guest is not told by how the command ended.
         if self.has_moved()? {
-            let wants = |line: &str| defect.guest.iter().any(|words| line.contains(words));
+            let wants = |line: &str| {
+                let words = defect.guest.iter().any(|words| line.contains(words));
+                line.starts_with(defect.place) && words
+            };
             let damaged = struck && defect.name != CONTROL.name;
             let bugs = self.bugs(damaged)?;
             let clean = bugs.is_empty();
