@@ -88,17 +88,17 @@ pub fn run(options: &[&str], faults: &[Fault], rng: &mut Rng) -> anyhow::Result<
 
 impl Move {
     /// What the machines say of themselves: source and destination.
-    fn states(&mut self) -> [String; 2] {
+    fn states(&self) -> [String; 2] {
         let gone = |_| "gone".to_owned();
         let MicroPair { source, destination, .. } = &self.pair;
         [source, destination].map(|machine| machine.status().unwrap_or_else(gone))
     }
 
-    fn lacks(&mut self) -> bool {
+    fn lacks(&self) -> bool {
         self.states()[1] == "lacks-pages"
     }
 
-    fn is_over(&mut self) -> bool {
+    fn is_over(&self) -> bool {
         // One that was killed says nothing any more.
         let [migrate, _] = &self.commands;
         let ended = migrate.as_ref().is_none_or(Running::has_ended);
@@ -145,7 +145,7 @@ impl Move {
     }
 
     /// No more faults: it has to come to an end by itself, or by what docs/recovery.md says.
-    fn settle(mut self) -> anyhow::Result<Counts> {
+    fn settle(self) -> anyhow::Result<Counts> {
         let until = Instant::now() + LIMIT;
         while !self.is_over() {
             ensure!(Instant::now() < until, "it does not end: {}", self.words());
@@ -235,7 +235,7 @@ impl Move {
         Ok(self.counts)
     }
 
-    fn words(&mut self) -> String {
+    fn words(&self) -> String {
         let said = self.commands.each_ref().map(|command| {
             let last = |it: &Running| it.lines().last().cloned().unwrap_or_default();
             command
