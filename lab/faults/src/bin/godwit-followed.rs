@@ -241,13 +241,13 @@ fn strike(
         ("cuts", state.counts.cuts, arguments.cuts),
         ("lost", state.counts.lost, arguments.lost),
     ] {
-        report.target(&of(what), f64::from(had), f64::from(wanted), Better::Higher);
+        report.target(of(what), f64::from(had), f64::from(wanted), Better::Higher);
     }
     // Of those with memory in a file, half of all QEMUs, at least one lacks something.
     let compared = state.counts.compared as f64;
-    report.target(&of("pages compared with the source's"), compared, 1.0, Better::Higher);
+    report.target(of("pages compared with the source's"), compared, 1.0, Better::Higher);
     let red = state.problems.len() as f64;
-    report.target(&of("guests that did not go on"), red, 0.0, Better::Lower);
+    report.target(of("guests that did not go on"), red, 0.0, Better::Lower);
     let wanted = [arguments.kills, arguments.cuts, arguments.lost];
     if state.problems.is_empty() && wanted.iter().all(|it| *it >= guests.worth()) {
         let page = std::fs::read_to_string(PAGE).with_context(|| format!("cannot read {PAGE}"))?;
