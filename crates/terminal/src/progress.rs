@@ -4,7 +4,7 @@
 //! Columns have fixed widths, so that nothing jumps while it is rewritten. At 80 columns there is
 //! room for what matters most; wider terminals show more.
 
-use godwit_engine::report::{Progress, Stage};
+use godwit_engine::report::{Progress, RemainingTime, Stage};
 use godwit_units::{ByteCount, Rate, format_duration};
 
 use crate::layout::{Column, fitting};
@@ -18,27 +18,26 @@ struct Shown {
 
 const GAP: usize = 2;
 
-const COLUMNS: [Shown; 14] = [
+const COLUMNS: [Shown; 15] = [
     shown(Column::number("time", 0), 6, |now| format_duration(now.elapsed)),
     shown(Column::words("stage", 1), 9, stage),
-    shown(Column::number("sent", 8), 7, |now| now.sent.to_string()),
+    shown(Column::number("sent", 10), 7, |now| now.sent.to_string()),
     shown(Column::number("left", 2), 7, |now| now.remaining.to_string()),
     shown(Column::number("disk left", 3), 9, disks_left),
-    shown(Column::number("dirtied", 6), 9, |now| known(now.dirty_rate, |rate| rate.to_string())),
-    shown(Column::number("link", 5), 9, |now| known(now.bandwidth, |rate| rate.to_string())),
+    shown(Column::number("dirtied", 9), 9, |now| known(now.dirty_rate, |rate| rate.to_string())),
+    shown(Column::number("link", 6), 9, |now| known(now.bandwidth, |rate| rate.to_string())),
     shown(Column::number("downtime", 4), 8, |now| known(now.expected_downtime, format_duration)),
     shown(Column::number("slowed", 7), 8, slowed),
-    shown(Column::number("speed", 10), 5, |now| {
+    shown(Column::number("speed", 11), 5, |now| {
         known(now.guest_speed, |speed| format!("{:.0} %", speed * 100.0))
     }),
-    shown(Column::number("to go", 9), 7, |now| {
-        known(now.remaining_time.as_ref(), |time| format_duration(time.mid))
-    }),
-    shown(Column::number("in bits", 11), 8, |now| known(now.bandwidth, Rate::in_bits)),
-    shown(Column::number("writes", 12), 9, |now| {
+    shown(Column::number("to go", 5), 12, |now| known(now.remaining_time.as_ref(), bounds)),
+    shown(Column::number("later", 8), 5, later),
+    shown(Column::number("in bits", 12), 8, |now| known(now.bandwidth, Rate::in_bits)),
+    shown(Column::number("writes", 13), 9, |now| {
         known(now.dirty_rate_limit, |rate| format!("{rate:.0}/s"))
     }),
-    shown(Column::number("disk limit", 13), 10, |now| {
+    shown(Column::number("disk limit", 14), 10, |now| {
         known(now.disk_limit, |rate| rate.to_string())
     }),
 ];
@@ -75,6 +74,25 @@ pub fn stage(now: &Progress) -> String {
         Stage::PostCopy if now.severed.is_some() => "severed".to_owned(),
         Stage::PostCopy => "follows".to_owned(),
     }
+}
+
+/// From when to when it will probably end: a unit that both have stands once.
+fn bounds(time: &RemainingTime) -> String {
+    let [low, high] = [time.low, time.high].map(format_duration);
+    let unit = |text: &str| text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
+    let (figure, its_unit) = low.split_at(low.len() - unit(&low));
+    match low == high {
+        true => low,
+        false if high.ends_with(its_unit) && unit(&high) == its_unit.len() => {
+            format!("{figure}-{high}")
+        }
+        false => format!("{low}-{high}"),
+    }
+}
+
+/// Segments that are too hot to be sent now.
+fn later(now: &Progress) -> String {
+    if now.delayed_segments == 0 { "-".to_owned() } else { now.delayed_segments.to_string() }
 }
 
 fn disks_left(now: &Progress) -> String {
@@ -152,7 +170,7 @@ impl Table {
 mod tests {
     use std::time::Duration;
 
-    use godwit_engine::report::{DiskProgress, RemainingTime};
+    use godwit_engine::report::DiskProgress;
 
     use super::*;
 
@@ -213,23 +231,41 @@ mod tests {
         let narrow = |disks| Table::new(79, disks).head();
         let words =
             |line: String| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
-        assert_eq!(words(narrow(false)), "time stage sent left dirtied link downtime slowed");
-        assert_eq!(words(narrow(true)), "time stage left disk left dirtied link downtime slowed");
+        assert_eq!(words(narrow(false)), "time stage left link downtime slowed to go later");
+        assert_eq!(words(narrow(true)), "time stage left disk left link downtime to go");
         assert!(
             words(Table::new(160, true).head())
-                .ends_with("slowed speed to go in bits writes disk limit")
+                .ends_with("slowed speed to go later in bits writes disk limit")
         );
         let row = Table::new(79, false).row(&Progress { round: 3, ..extreme(false) });
-        assert_eq!(words(row), "35.9min round 3 1023TiB 1023TiB 1023GiB/s 1023GiB/s 35.9min 100 %");
-        let governed = Progress { throttle: 0.0, ..extreme(false) };
-        assert!(Table::new(79, false).row(&governed).ends_with("governed"));
+        assert_eq!(words(row), "35.9min round 3 1023TiB 1023GiB/s 35.9min 100 % 35.9min 4096");
+        let governed = Progress { throttle: 0.0, round: 3, ..extreme(false) };
+        assert!(words(Table::new(79, false).row(&governed)).ends_with("governed 35.9min 4096"));
         let early =
             Progress { dirty_rate: None, bandwidth: None, expected_downtime: None, ..governed };
-        assert!(words(Table::new(79, false).row(&early)).ends_with("- - - governed"));
+        assert!(words(Table::new(79, false).row(&early)).ends_with("- - governed 35.9min 4096"));
         // 184 bytes in 84 ms made 39 h of a guest of 227 MiB.
-        let little = Progress { sent: ByteCount(184), ..extreme(false) };
-        assert!(words(Table::new(79, false).row(&little)).ends_with("1023GiB/s - - 100 %"));
-        let all = Progress { sent: ByteCount(184), remaining: ByteCount(4096), ..extreme(false) };
-        assert!(words(Table::new(79, false).row(&all)).ends_with("35.9min 100 %"));
+        let little = Progress { sent: ByteCount(184), round: 3, ..extreme(false) };
+        assert!(words(Table::new(79, false).row(&little)).ends_with("1023TiB - - 100 % - 4096"));
+        let all = Progress { remaining: ByteCount(4096), ..little };
+        assert!(words(Table::new(79, false).row(&all)).ends_with("35.9min 100 % 35.9min 4096"));
+    }
+
+    #[test]
+    fn when_it_ends_is_told_with_its_bounds_and_what_waits_by_its_number() {
+        // Mutations: one of the bounds alone; a unit of one that is not the other's goes.
+        let time = |low, high| RemainingTime {
+            low: Duration::from_millis(low),
+            mid: Duration::from_millis(low + 1),
+            high: Duration::from_millis(high),
+        };
+        let told = [(9100, 14_200), (900, 14_200), (5000, 5000), (30_000, 900_000)];
+        let told = told.map(|(low, high)| bounds(&time(low, high)));
+        assert_eq!(told, ["9.1-14.2s", "900ms-14.2s", "5s", "30s-15min"]);
+        let now = Progress { delayed_segments: 7, ..extreme(false) };
+        let now = Progress { remaining_time: Some(time(9100, 14_200)), round: 3, ..now };
+        assert!(Table::new(79, false).row(&now).ends_with("   9.1-14.2s      7"));
+        let none = Progress { delayed_segments: 0, remaining_time: None, ..now };
+        assert!(Table::new(79, false).row(&none).ends_with("           -      -"));
     }
 }
