@@ -7,11 +7,13 @@ use std::time::Duration;
 
 use clap::Args;
 use godwit_control::client;
-use godwit_doctor::{Finding, MAY_GOVERN, Verdict, host, worst};
+use godwit_doctor::{Finding, Guest, MAY_GOVERN, Verdict, host, there, worst};
 use godwit_engine::address::Address;
+use godwit_engine::facts;
 use godwit_engine::measure::{Measured, measure};
 use godwit_engine::security::DEFAULT_KEYS;
-use godwit_engine::source::{Inquiry, Options, Trial, inquire};
+use godwit_engine::source::{Inquiry, Options, Trial, inquire, inquire_host};
+use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, EngineError};
 use godwit_qemu::{ListedDisk, QemuSource, StateBy};
 use godwit_units::{ByteCount, PAGE_SIZE, Rate, format_duration};
@@ -35,9 +37,10 @@ const APART: f64 = 5.0;
 ///
 /// What godwit needs of this host's kernel is tried on a process that is started for it: its memory
 /// is read from outside, its writes are tracked and governed. With --vm a VM is looked at, and
-/// tracked for half a second, which costs it about what a migration costs it while copying; with
-/// --to the destination is asked whether the guest fits, as `godwit migrate` would ask, what one
-/// connection carries is tried for a second, and the destination goes on waiting.
+/// tracked for half a second, which costs it about what a migration costs it while copying. With
+/// --to the destination is asked what memory, huge pages and processors its host has, what one
+/// connection carries is tried for a second, and the destination goes on waiting; with both, it is
+/// asked whether the guest fits as well, as `godwit migrate` would ask.
 ///
 /// Exit codes: 0 good, also with notes · 1 something is bad, migrations would be refused or fail ·
 /// 2 wrong usage · 130 cancelled.
@@ -48,14 +51,14 @@ pub(crate) struct Arguments {
     vm: Option<VmName>,
 
     /// Where `godwit receive` waits for its guest
-    #[arg(long, value_name = "ADDR", requires = "vm")]
+    #[arg(long, value_name = "ADDR")]
     to: Option<Address>,
 
     #[command(flatten)]
     security: SecurityArguments,
 
     /// Disks are on shared storage, as for `godwit migrate`
-    #[arg(long, requires = "to")]
+    #[arg(long, requires_all = ["to", "vm"])]
     disks_are_shared: bool,
 
     /// Print JSON
@@ -73,7 +76,7 @@ struct Section {
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let cancel = process::cancel_on_signals();
-    let mut sections = Vec::new();
+    let (mut sections, mut vm) = (Vec::new(), None);
     let width = layout::width(&io::stdout());
     let mut tell = |section: Section| {
         if !arguments.json {
@@ -83,12 +86,13 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     };
     tell(Section { about: "host", name: "this host".to_owned(), findings: of_host() });
     if let Some(name) = arguments.vm.as_ref().filter(|_| !cancel.is_cancelled()) {
-        let (findings, vm) = of_vm(name, arguments, &cancel);
+        let (findings, found) = of_vm(name, arguments, &cancel);
         tell(Section { about: "vm", name: name.to_string(), findings });
-        if let Some((to, vm)) = arguments.to.as_ref().filter(|_| !cancel.is_cancelled()).zip(vm) {
-            let findings = of_destination(vm, to, &arguments.security, &cancel);
-            tell(Section { about: "destination", name: to.to_string(), findings });
-        }
+        vm = found;
+    }
+    if let Some(to) = arguments.to.as_ref().filter(|_| !cancel.is_cancelled()) {
+        let findings = of_destination(vm, to, &arguments.security, &cancel);
+        tell(Section { about: "destination", name: to.to_string(), findings });
     }
     if cancel.is_cancelled() {
         output::refusal(&EngineError::Cancelled, arguments.json);
@@ -144,7 +148,7 @@ fn of_vm(
             Ok(measured) => of_writes(&measured),
             Err(error) => bad(&error),
         };
-        let alone = "microvms are not asked about: each migration asks before anything else";
+        let alone = "whether it takes a microvm is not asked: each migration asks before all else";
         let note = arguments.to.as_ref().map(|_| Finding::note("destination", alone));
         return (findings.into_iter().chain(note).collect(), None);
     }
@@ -234,27 +238,48 @@ fn of_writes(measured: &Measured) -> Vec<Finding> {
 }
 
 fn of_destination(
-    mut vm: QemuSource,
+    mut vm: Option<QemuSource>,
     to: &Address,
     security: &SecurityArguments,
     cancel: &Cancel,
 ) -> Vec<Finding> {
     let asked = security.wish().source(to).and_then(|security| {
         let options = Options { security, ..Options::new(to.clone()) };
-        inquire(&mut vm, &options, Some(TRIAL), cancel)
+        match &mut vm {
+            Some(vm) => inquire(vm, &options, Some(TRIAL), cancel),
+            None => inquire_host(&options, Some(TRIAL), cancel),
+        }
     });
     match asked {
-        Ok(Inquiry { refusal, round_trip, trial }) => {
+        Ok(Inquiry { refusal, round_trip, trial, facts }) => {
             let mut findings = of_network(round_trip, trial);
-            let fits = match refusal {
+            let guest = vm.as_ref().map(|vm| needs(vm, refusal.is_none()));
+            findings.extend(there(facts.as_ref(), &facts::of_this_host(), guest.as_ref()));
+            findings.extend(vm.map(|_| match refusal {
                 None => Finding::good("guest", "fits there, and would be accepted"),
                 Some(why) => Finding::bad("guest", format!("would be refused: {why}")),
-            };
-            findings.push(fits);
+            }));
             findings
         }
         Err(error) => vec![Finding::bad("destination", error.to_string())],
     }
+}
+
+/// What the guest of `vm` may come to use, in which pages.
+fn needs(vm: &QemuSource, is_accepted: bool) -> Guest {
+    let mut guest = Guest { is_accepted, ..Guest::default() };
+    for block in vm.ram().iter() {
+        let bytes = block.pages().bytes();
+        let Some(size) = block.huge_page() else {
+            guest.memory = ByteCount(guest.memory.0 + bytes.0);
+            continue;
+        };
+        match guest.huge_pages.iter_mut().find(|(known, _)| *known == size) {
+            Some((_, sum)) => sum.0 += bytes.0,
+            None => guest.huge_pages.push((size, bytes)),
+        }
+    }
+    guest
 }
 
 fn of_network(round_trip: Duration, trial: Option<Trial>) -> Vec<Finding> {

@@ -468,6 +468,9 @@ pub enum NoticeLine {
     Asked {
         peer: String,
         refusal: Option<String>,
+        /// Without a VM.
+        #[serde(default)]
+        alone: bool,
     },
     Accepted {
         ram_bytes: u64,
@@ -579,7 +582,11 @@ impl From<&Notice> for Answer {
             Notice::Refused(why) => NoticeLine::Refused { why: why.clone() },
             Notice::Busy { peer } => NoticeLine::Busy { peer: peer.clone() },
             Notice::Asked { peer, refusal } => {
-                NoticeLine::Asked { peer: peer.clone(), refusal: refusal.clone() }
+                NoticeLine::Asked { peer: peer.clone(), refusal: refusal.clone(), alone: false }
+            }
+            // A command of an older release knows no other line.
+            Notice::Looked { peer } => {
+                NoticeLine::Asked { peer: peer.clone(), refusal: None, alone: true }
             }
             Notice::Accepted { ram, disks, protocol_version, features } => NoticeLine::Accepted {
                 ram_bytes: ram.0,
@@ -621,7 +628,8 @@ impl From<NoticeLine> for Notice {
         match line {
             NoticeLine::Refused { why } => Self::Refused(why),
             NoticeLine::Busy { peer } => Self::Busy { peer },
-            NoticeLine::Asked { peer, refusal } => Self::Asked { peer, refusal },
+            NoticeLine::Asked { peer, alone: true, .. } => Self::Looked { peer },
+            NoticeLine::Asked { peer, refusal, .. } => Self::Asked { peer, refusal },
             NoticeLine::Accepted { ram_bytes, disks, protocol_version, features } => {
                 let disk = |(name, size)| Disk { name, size: ByteCount(size) };
                 Self::Accepted {

@@ -8,6 +8,7 @@
 //! ```text
 //!   finding   what was found, its verdict, and the cure
 //!   subject   the process on which things are tried, both ends of it
+//!   there     what a destination tells of its host, beside what this one has
 //!   host      what is tried and looked at, one after the other
 //! ```
 
@@ -16,7 +17,9 @@
 mod finding;
 mod host;
 mod subject;
+mod there;
 
 pub use finding::{Finding, Verdict, worst};
 pub use host::{MAY_GOVERN, host};
 pub use subject::{COMMAND, Subject, stand};
+pub use there::{Guest, there};

@@ -24,6 +24,7 @@ pub mod destination;
 mod digests;
 mod disk_prints;
 mod error;
+pub mod facts;
 pub mod handle;
 mod holder;
 mod interrupt;

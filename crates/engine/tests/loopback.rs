@@ -17,7 +17,7 @@ use godwit_engine::address::{Listener, Stream};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{self, Notice};
 use godwit_engine::handle::{MigrationHandle, Own};
-use godwit_engine::source::{Fault, Options, Verify, inquire, migrate};
+use godwit_engine::source::{Fault, Options, Verify, inquire, inquire_host, migrate};
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Failure, Phase, Survivor};
 use godwit_memory::RamBlock;
@@ -395,10 +395,10 @@ fn a_source_that_only_asks_is_answered_and_leaves_no_trace() {
     let found = Arc::clone(&destination.found);
     let receiving = std::thread::spawn(move || {
         let (mut told, options) = (Vec::new(), destination::Options::default());
-        let mut notice = |notice: &Notice| {
-            if let Notice::Asked { refusal, .. } = notice {
-                told.push(refusal.clone());
-            }
+        let mut notice = |notice: &Notice| match notice {
+            Notice::Asked { refusal, .. } => told.push(refusal.clone()),
+            Notice::Looked { .. } => told.push(Some("nobody's".to_owned())),
+            _ => {}
         };
         let cancel = Cancel::default();
         let received =
@@ -409,8 +409,15 @@ fn a_source_that_only_asks_is_answered_and_leaves_no_trace() {
     let cancel = Cancel::default();
     let refused = inquire(&mut small, &options, Some(SHORT), &cancel).unwrap();
     assert!(refused.trial.is_none(), "{refused:?}");
+    let here = godwit_engine::facts::of_this_host();
+    let facts = refused.facts.unwrap();
+    assert_eq!((facts.total, &facts.flags), (here.total, &here.flags));
     let refused = refused.refusal.unwrap();
     assert!(refused.contains("another machine"), "{refused}");
+    // Mutations: nobody's machine is compared as well; what is no machine is not told of.
+    let alone = inquire_host(&options, Some(SHORT), &cancel).unwrap();
+    assert!(alone.refusal.is_none() && alone.trial.is_some(), "{alone:?}");
+    assert_eq!(alone.facts.unwrap().total, here.total);
     for trial in [None, Some(SHORT)] {
         let inquiry = inquire(&mut small, &options, trial, &cancel).unwrap();
         assert!(inquiry.refusal.is_none() && inquiry.round_trip > Duration::ZERO, "{inquiry:?}");
@@ -425,7 +432,7 @@ fn a_source_that_only_asks_is_answered_and_leaves_no_trace() {
     migrate(&mut small, &options, &some_rounds(), &mut |_| {}).unwrap();
     let (received, told) = receiving.join().unwrap();
     assert!(received.is_ok(), "{received:?}");
-    assert_eq!(told.iter().map(Option::is_some).collect::<Vec<_>>(), [true, false, false]);
+    assert_eq!(told.iter().map(Option::is_some).collect::<Vec<_>>(), [true, true, false, false]);
     assert_eq!(found.lock().unwrap().inquiries, 3);
 }
 

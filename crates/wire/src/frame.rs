@@ -62,11 +62,12 @@ pub enum FrameKind {
     Missing = 44,
     Wanted = 45,
     Placed = 46,
+    Facts = 47,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 33] = [
+    pub const ALL: [Self; 34] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -100,6 +101,7 @@ impl FrameKind {
         Self::Missing,
         Self::Wanted,
         Self::Placed,
+        Self::Facts,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {

@@ -21,6 +21,10 @@ pub const PROOF_LEN: usize = 32;
 pub const NAME_LIMIT: usize = 255;
 /// Bytes in the text of an abort.
 pub const TEXT_LIMIT: usize = 4096;
+/// Sizes of huge pages that a host tells of.
+pub const HUGE_LIMIT: usize = 8;
+/// Bytes in what a host tells of its processor's features.
+pub const FLAGS_LIMIT: usize = 8192;
 /// Bytes of one trial of the connection.
 pub const TRIAL_LIMIT: usize = 256 << 10;
 /// Bytes of device state in one message.
@@ -86,6 +90,58 @@ pub struct DiskOffer {
     /// The size of the blocks in which the source tracks writes to it, for the destination's
     /// information; 0: not chosen yet.
     pub granularity: ByteCount,
+}
+
+/// What a host has, as it tells who only asks.
+///
+/// ```
+/// use godwit_units::ByteCount;
+/// use godwit_wire::{Facts, FrameHeader, Message, WireError};
+///
+/// let facts = Facts {
+///     available: ByteCount(3 << 30),
+///     total: ByteCount(4 << 30),
+///     processor: "Made-up CPU @ 3 GHz".to_owned(),
+///     flags: "fpu avx2".to_owned(),
+///     ..Facts::default()
+/// };
+/// let frame = Message::Facts(facts.clone()).encode();
+/// let (header, payload) = frame.split_first_chunk().expect("a header");
+/// let header = FrameHeader::decode(header)?;
+/// assert_eq!(Message::decode(&header, payload)?, Message::Facts(facts));
+/// # Ok::<(), WireError>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// Memory that is to be had without swapping; 0 where that is not known, as is all else.
+    pub available: ByteCount,
+    /// All of its memory.
+    pub total: ByteCount,
+    /// Its pools of huge pages.
+    pub huge_pages: Vec<HugePages>,
+    /// How its processors are called; empty: not known.
+    pub processor: String,
+    /// What they can do, in the words of Linux with a space between two; empty: not known.
+    pub flags: String,
+}
+
+/// Huge pages of one size.
+///
+/// ```
+/// use godwit_units::ByteCount;
+/// use godwit_wire::HugePages;
+///
+/// let pool = HugePages { size: ByteCount(2 << 20), total: 512, free: 100 };
+/// assert!(pool.free <= pool.total);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HugePages {
+    /// The size of each.
+    pub size: ByteCount,
+    /// How many there are.
+    pub total: u64,
+    /// How many of them nobody uses.
+    pub free: u64,
 }
 
 /// What the source wants to send.
@@ -337,6 +393,9 @@ pub enum Message {
         /// The time at the destination, in nanoseconds since 1970.
         clock: u64,
     },
+    /// D: what its host has. Before the answer to an inquiry of a source that has
+    /// [`Feature::Facts`](crate::Feature::Facts).
+    Facts(Facts),
     /// S: read back what is placed, and answer the request for digests with those of fingerprints
     /// that are made with this seed. Only with [`Feature::Proof`](crate::Feature::Proof).
     Prove {
@@ -401,6 +460,7 @@ impl Message {
             Self::Prove { .. } => FrameKind::Prove,
             Self::Trial(_) => FrameKind::Trial,
             Self::Tried { .. } => FrameKind::Tried,
+            Self::Facts(_) => FrameKind::Facts,
         }
     }
 
@@ -446,6 +506,17 @@ impl Message {
             Self::Tried { bytes, clock } => {
                 aux = *bytes;
                 frame.extend(clock.to_le_bytes());
+            }
+            Self::Facts(facts) => {
+                assert!(facts.huge_pages.len() <= HUGE_LIMIT, "{} pools", facts.huge_pages.len());
+                frame.extend(facts.available.0.to_le_bytes());
+                frame.extend(facts.total.0.to_le_bytes());
+                frame.push(facts.huge_pages.len() as u8);
+                for HugePages { size, total, free } in &facts.huge_pages {
+                    frame.extend([size.0, *total, *free].iter().flat_map(|it| it.to_le_bytes()));
+                }
+                put_text(&mut frame, &facts.processor, NAME_LIMIT);
+                put_text(&mut frame, &facts.flags, FLAGS_LIMIT);
             }
             Self::RoundAck { round, flush } => {
                 let micros = u32::try_from(flush.as_micros()).unwrap_or(u32::MAX);
@@ -571,6 +642,7 @@ impl Message {
                 let clock = clock.map_err(|_| WireError::Length { what: "answer to a trial" })?;
                 Ok(Self::Tried { bytes: header.aux, clock: u64::from_le_bytes(clock) })
             }
+            FrameKind::Facts => decode_facts(payload),
             FrameKind::Prove => empty(Self::Prove { seed: header.aux }),
             FrameKind::Prepare => empty(Self::Prepare),
             FrameKind::Prepared => empty(Self::Prepared),
@@ -773,6 +845,25 @@ fn decode_offer(aux: u64, payload: &[u8]) -> Result<Offer, WireError> {
     })
 }
 
+fn decode_facts(payload: &[u8]) -> Result<Message, WireError> {
+    const WHAT: &str = "what the host has";
+    let mut reader = Reader { what: WHAT, rest: payload };
+    let (available, total) = (reader.number()?, reader.number()?);
+    let [count] = reader.take()?;
+    if usize::from(count) > HUGE_LIMIT {
+        return Err(WireError::Field { what: WHAT, field: "huge pages", value: count.into() });
+    }
+    let mut huge_pages = Vec::new();
+    for _ in 0..count {
+        let (size, total, free) = (reader.number()?, reader.number()?, reader.number()?);
+        huge_pages.push(HugePages { size: ByteCount(size), total, free });
+    }
+    let (processor, flags) = (reader.name()?, reader.words(FLAGS_LIMIT)?);
+    reader.end()?;
+    let (available, total) = (ByteCount(available), ByteCount(total));
+    Ok(Message::Facts(Facts { available, total, huge_pages, processor, flags }))
+}
+
 struct Reader<'a> {
     what: &'static str,
     rest: &'a [u8],
@@ -800,8 +891,17 @@ impl<'a> Reader<'a> {
     /// A name, by which both sides find the same thing and which is shown to people. It is taken as
     /// it is or not at all: what replaces a byte may be longer, and may be the name of another.
     fn name(&mut self) -> Result<String, WireError> {
+        self.words(NAME_LIMIT)
+    }
+
+    fn number(&mut self) -> Result<u64, WireError> {
+        Ok(u64::from_le_bytes(self.take()?))
+    }
+
+    /// The same of up to `limit` bytes.
+    fn words(&mut self, limit: usize) -> Result<String, WireError> {
         let refused = WireError::Name { what: self.what };
-        let name = std::str::from_utf8(self.text(NAME_LIMIT)?).ok();
+        let name = std::str::from_utf8(self.text(limit)?).ok();
         let name = name.filter(|name| !name.chars().any(char::is_control));
         name.map(str::to_owned).ok_or(refused)
     }

@@ -148,11 +148,14 @@ pub enum Feature {
     PostCopySafe = 7,
     /// Pages may come over any channel: in each round all of a segment over one, or each once.
     AnyChannel = 8,
+    /// Who only asks is told what the destination's host has, also who asks without a VM. Never
+    /// offered by who comes to stay.
+    Facts = 9,
 }
 
 impl Feature {
     /// Every feature that has a number.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Restart,
         Self::Proof,
         Self::Trial,
@@ -162,6 +165,7 @@ impl Feature {
         Self::PostCopyWanted,
         Self::PostCopySafe,
         Self::AnyChannel,
+        Self::Facts,
     ];
 
     /// How it is called in reports.
@@ -177,6 +181,7 @@ impl Feature {
             Self::PostCopyWanted => "postcopy-wanted",
             Self::PostCopySafe => "postcopy-safe",
             Self::AnyChannel => "any-channel",
+            Self::Facts => "facts",
         }
     }
 }
@@ -207,7 +212,8 @@ impl Features {
             | Self::of(Feature::PostCopy).0
             | Self::of(Feature::DiskProof).0
             | Self::of(Feature::PostCopySafe).0
-            | Self::of(Feature::AnyChannel).0,
+            | Self::of(Feature::AnyChannel).0
+            | Self::of(Feature::Facts).0,
     );
 
     /// One feature.

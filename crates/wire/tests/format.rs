@@ -89,6 +89,46 @@ fn runs_of_missing_pages_are_apart_in_order_and_within_64_bits() {
     assert!(matches!(parse(&nothing), Err(WireError::Length { .. })));
 }
 
+fn facts() -> Facts {
+    Facts {
+        available: ByteCount(3 << 30),
+        total: ByteCount(4 << 30),
+        huge_pages: vec![HugePages { size: ByteCount(2 << 20), total: 512, free: 100 }],
+        processor: "CPU".to_owned(),
+        flags: "fpu avx2".to_owned(),
+    }
+}
+
+#[test]
+fn what_a_host_tells_of_itself_has_limits() {
+    let longest = Facts {
+        huge_pages: vec![HugePages::default(); HUGE_LIMIT],
+        processor: "p".repeat(NAME_LIMIT),
+        flags: "f".repeat(FLAGS_LIMIT),
+        ..facts()
+    };
+    assert_eq!(parse(&Message::Facts(longest.clone()).encode()), Ok(Message::Facts(longest)));
+    // What is longer is cut by who tells it, and refused of who does not.
+    let longer = Facts { flags: "f".repeat(FLAGS_LIMIT + 1), ..facts() };
+    let Ok(Message::Facts(cut)) = parse(&Message::Facts(longer).encode()) else {
+        panic!("refused")
+    };
+    assert_eq!(cut.flags.len(), FLAGS_LIMIT);
+    let changed = |at: usize, byte: u8| {
+        let mut frame = Message::Facts(facts()).encode();
+        frame[HEADER_LEN + at] = byte;
+        seal(&mut frame, FrameKind::Facts, 0, 0);
+        parse(&frame)
+    };
+    let pools = WireError::Field { what: "what the host has", field: "huge pages", value: 9 };
+    assert_eq!(changed(16, HUGE_LIMIT as u8 + 1), Err(pools));
+    assert!(matches!(changed(43, 0x1b), Err(WireError::Name { .. })), "a control character");
+    let mut more = Message::Facts(facts()).encode();
+    more.push(0);
+    seal(&mut more, FrameKind::Facts, 0, 0);
+    assert!(matches!(parse(&more), Err(WireError::Length { .. })));
+}
+
 #[test]
 fn golden_bytes() {
     let (version, session) = (Version::V5, SessionId([0x11; 16]));
@@ -130,6 +170,7 @@ fn golden_bytes() {
         hex(&missing(vec![PageRun::new(3, 4), PageRun::new(9, 1)]).encode()),
         hex(&Message::Wanted { block: 1, pages: vec![PageIndex(3)] }.encode()),
         hex(&Message::Placed.encode()),
+        hex(&Message::Facts(facts()).encode()),
     ];
     let golden = include_str!("golden.txt");
     assert_eq!(seen.join("\n"), golden.trim_end());
@@ -655,10 +696,23 @@ fn any_message() -> impl Strategy<Value = Message> {
         prop::collection::vec(any::<u8>(), 0..81).prop_map(Message::Trial),
         any::<(u64, u64)>().prop_map(|(bytes, clock)| Message::Tried { bytes, clock }),
         any_missing(),
+        any_facts(),
         (any::<u32>(), prop::collection::vec(any::<u64>().prop_map(PageIndex), 1..9))
             .prop_map(|(block, pages)| Message::Wanted { block, pages }),
         Just(Message::Placed),
     ]
+}
+
+fn any_facts() -> impl Strategy<Value = Message> {
+    let pools = prop::collection::vec(any::<(u64, u64, u64)>(), 0..=HUGE_LIMIT);
+    (any::<(u64, u64)>(), pools, "[ -~]{0,80}", "[ -~]{0,300}").prop_map(
+        |((available, total), pools, processor, flags)| {
+            let pool = |(size, total, free)| HugePages { size: ByteCount(size), total, free };
+            let (available, total) = (ByteCount(available), ByteCount(total));
+            let huge_pages = pools.into_iter().map(pool).collect();
+            Message::Facts(Facts { available, total, huge_pages, processor, flags })
+        },
+    )
 }
 
 fn any_missing() -> impl Strategy<Value = Message> {

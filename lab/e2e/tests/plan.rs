@@ -114,9 +114,33 @@ fn doctor(godwit: &Godwit, fits: &TestVm, differs: &TestVm, to: &str) -> anyhow:
         ensure!(find("vm", "devices")["verdict"] == "good", "{answer}");
         let clocks = find("destination", "clocks").to_string();
         ensure!(clocks.contains("apart") == (verdict == "good"), "{answer}");
+        // The destination is this host, whose memory holds the guest.
+        let memory = find("destination", "memory");
+        ensure!(memory["verdict"] == "good", "{answer}");
+        ensure!(memory.to_string().contains("the guest may come to use"), "{answer}");
+        let processor = find("destination", "processor");
+        ensure!(processor["verdict"] == "good", "{answer}");
+        ensure!(processor.to_string().contains("on both hosts; it has all"), "{answer}");
         let others = findings.iter().filter(|it| it["what"] != "guest" && it["verdict"] == "bad");
         ensure!(others.count() == 0, "{answer}");
     }
+    // Without a VM: what the host has, and what the link carries.
+    let output = godwit.run(&["doctor", "--to", to])?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    ensure!(output.status.success(), "{output:?}");
+    let one_line = said.split_whitespace().collect::<Vec<_>>().join(" ");
+    for words in [
+        "one connection carries",
+        "apart",
+        "are to be had there",
+        "good huge pages",
+        "on both hosts",
+    ] {
+        ensure!(one_line.contains(words), "{words}: {said}");
+    }
+    ensure!(!said.contains("fits there") && !said.contains("may come to use"), "{said}");
+    let shared = godwit.run(&["doctor", "--to", to, "--disks-are-shared"])?;
+    ensure!(shared.status.code() == Some(2), "it is said of a VM: {shared:?}");
     let nobody = godwit.run(&["doctor", "--vm", "qemu:/nowhere"])?;
     let said = String::from_utf8_lossy(&nobody.stdout);
     ensure!(nobody.status.code() == Some(1) && said.contains("/nowhere"), "{nobody:?}");
@@ -194,6 +218,8 @@ fn a_plan_asks_the_destination() -> anyhow::Result<()> {
         let receive = receive.wait(LIMIT)?;
         let asked: Vec<_> = receive.lines.iter().filter(|line| line["event"] == "asked").collect();
         ensure!(asked.len() == 4, "{asked:?}");
+        let looked = receive.lines.iter().filter(|line| line["event"] == "looked").count();
+        ensure!(looked == 1, "who has no VM is told of as such");
         check_moved(&mut pair, &migrate)?;
     }
     let nobody = Godwit::built()?.run(&["plan", "--vm", "qemu:/nowhere", "--disks-are-shared"])?;

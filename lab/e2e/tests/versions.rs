@@ -148,6 +148,40 @@ fn a_move_between_releases_is_taken_up_again_or_cancelled() -> anyhow::Result<()
     Ok(())
 }
 
+/// What a destination of either release tells who asks, with a VM and without.
+#[test]
+fn a_doctor_asks_a_destination_of_the_release_before() -> anyhow::Result<()> {
+    let test = "a_doctor_asks_a_destination_of_the_release_before";
+    let (Some(ways), builds) = (Ways::for_test(test)?, builds_for(test)) else { return Ok(()) };
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&VmConfig::new(build, GuestConfig::small(Mode::Rate)))?;
+    for [asking, receiving] in ways.both() {
+        let (receive, to) = receiving.receive(&pair.destination, &[])?;
+        let vm = pair.source.vm_name();
+        if std::ptr::eq(asking, &ways.this) {
+            let untold = "not told by the destination (older godwit)";
+            let with = asking.run(&["doctor", "--vm", &vm, "--to", &to, "--json"])?;
+            let said = String::from_utf8_lossy(&with.stdout);
+            ensure!(said.contains("fits there, and would be accepted"), "{said}");
+            ensure!(said.contains(untold), "{said}");
+            let without = asking.run(&["doctor", "--to", &to, "--json"])?;
+            let said = String::from_utf8_lossy(&without.stdout);
+            ensure!(without.status.success(), "{without:?}");
+            ensure!(said.contains(untold) && !said.contains("fits there"), "{said}");
+            ensure!(said.contains("for a round trip; what it carries was not tried"), "{said}");
+        } else {
+            // It has no doctor, and asks the same for a plan.
+            let plan = ["plan", "--vm", &vm, "--for", "200ms", "--to", &to, "--json"];
+            let said = String::from_utf8(asking.done(&plan)?.stdout)?;
+            ensure!(said.contains("\"accepts\":true"), "{said}");
+        }
+        ensure!(pair.destination.status()? == "inmigrate");
+        receive.signal(Signal::INT)?;
+        receive.wait(LIMIT)?;
+    }
+    check_untouched(&mut pair.source)
+}
+
 #[test]
 fn a_microvm_moves_between_releases() -> anyhow::Result<()> {
     // The engine in the machine's own process is this release's on both sides; only the command

@@ -5,9 +5,9 @@ use godwit_control::messages::Answer;
 use godwit_engine::report::{DiskProgress, Measures, Progress, Stage};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, Rate};
 use godwit_wire::{
-    AbortCode, BlockOffer, Content, DiskOffer, Features, Greeting, HEADER_LEN, Message, NAME_LIMIT,
-    Offer, PROOF_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT, Role, SECRET_LEN, Secret, SessionId,
-    Version, barrier_aux, seal,
+    AbortCode, BlockOffer, Content, DiskOffer, Facts, Features, Greeting, HEADER_LEN, HugePages,
+    Message, NAME_LIMIT, Offer, PROOF_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT, Role, SECRET_LEN,
+    Secret, SessionId, Version, barrier_aux, seal,
 };
 use serde_json::{Value, json};
 
@@ -83,6 +83,13 @@ fn frames() -> Vec<Seed> {
     let all = |messages: &[Message]| messages.iter().flat_map(Message::encode).collect::<Vec<_>>();
     let abort = Message::Abort { code: AbortCode::Layout, text: "the sizes differ: é".to_owned() };
     let flush = std::time::Duration::from_micros(70);
+    let facts = Facts {
+        available: ByteCount(3 << 30),
+        huge_pages: vec![HugePages { size: ByteCount(2 << 20), total: 512, free: 100 }],
+        processor: "CPU".to_owned(),
+        flags: "fpu avx2".to_owned(),
+        ..Facts::default()
+    };
     let destination = [
         Message::Question(b"{\"describe\":\"qemu\"}".to_vec()),
         Message::Accept { codecs: 1, features: Features(1) },
@@ -97,6 +104,7 @@ fn frames() -> Vec<Seed> {
         Message::Tried { bytes: 3, clock: 7 },
         Message::Wanted { block: 1, pages: vec![PageIndex(3)] },
         Message::Placed,
+        Message::Facts(facts),
     ];
     let source = [
         Message::Answer(b"{\"version\":[10,0,2]}".to_vec()),

@@ -36,6 +36,12 @@ pub(super) fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
             let why = say::line(why);
             eprintln!("{peer} asked whether its guest fits: it does not: {why}; still waiting");
         }
+        Notice::Looked { peer } if json => {
+            json_line(&json!({ "event": "looked", "peer": peer }));
+        }
+        Notice::Looked { peer } => {
+            eprintln!("{peer} asked what this host has, and was told; still waiting");
+        }
         Notice::Accepted { ram, disks, protocol_version, features } if json => {
             let disks: Vec<_> = disks
                 .iter()

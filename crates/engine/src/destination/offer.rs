@@ -16,7 +16,7 @@ use super::{Notice, Options};
 use crate::compression::Codecs;
 use crate::remainder::Mark;
 use crate::vm::{Ask, DestinationVm};
-use crate::{EngineError, limits};
+use crate::{EngineError, facts, limits};
 
 /// An offer that fits.
 pub(super) struct Accepted {
@@ -67,6 +67,12 @@ pub(super) fn answer_inquiry(
     offer: &Offer,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<(), EngineError> {
+    if session.common_features(offer.features).contains(Feature::Facts) {
+        let _ = session.say(&Message::Facts(facts::of_this_host()));
+        if offer.machine.is_empty() {
+            return answer_nobody(session, vm, options, offer, notice);
+        }
+    }
     let compared = compare(&session, vm, options, offer);
     // Who asked may go as soon as it likes; what was begun for it is undone all the same.
     session.interrupt().silence();
@@ -99,6 +105,25 @@ pub(super) fn answer_inquiry(
         be_tried(&session, vm, notice);
     }
     // What the source says meanwhile is read: a reset would overtake the answer.
+    session.end(true);
+    Ok(())
+}
+
+/// Answers who asks without a VM: there is nothing to compare.
+fn answer_nobody(
+    mut session: Session<'_>,
+    vm: &dyn DestinationVm,
+    options: &Options,
+    offer: &Offer,
+    notice: &mut dyn FnMut(&Notice),
+) -> Result<(), EngineError> {
+    session.interrupt().silence();
+    session.close_door();
+    let _ = session.say(&accept(&session, options, offer));
+    notice(&Notice::Looked { peer: session.source().to_owned() });
+    if session.common_features(offer.features).contains(Feature::Trial) {
+        be_tried(&session, vm, notice);
+    }
     session.end(true);
     Ok(())
 }

@@ -40,6 +40,11 @@ pub enum Notice {
         /// Why the guest would not be; `None`: it would.
         refusal: Option<String>,
     },
+    /// Somebody without a VM asked what this host has, and was told; waiting goes on.
+    Looked {
+        /// Where it called from.
+        peer: String,
+    },
     /// A source was accepted.
     Accepted {
         /// Guest memory to come.

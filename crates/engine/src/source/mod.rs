@@ -34,6 +34,7 @@ mod link_share;
 mod live;
 mod look_back;
 mod meter;
+mod nobody;
 mod outage;
 mod post_copy;
 mod random;
@@ -65,6 +66,7 @@ use godwit_wire::{Feature, Message};
 
 use crate::address::Address;
 use crate::cells::Cells;
+use crate::facts::Facts;
 use crate::handle::{MigrationHandle, Own};
 use crate::record::Place;
 use crate::report::{Measures, Progress};
@@ -78,10 +80,11 @@ use disks::Disks;
 use ending::Ending;
 use fault::MadeUp;
 use meter::{Meter, Part};
+use nobody::Nobody;
 use record::Record;
 use serving::Serving;
 use session::{Resolved, Session};
-use setup::Setup;
+use setup::{Presented, Setup};
 use state_relay::StateRelay;
 use switchover::Switchover;
 use trial::try_connection;
@@ -288,10 +291,10 @@ pub fn migrate(
 /// use godwit_engine::source::Inquiry;
 ///
 /// let inquiry =
-///     Inquiry { refusal: None, round_trip: Duration::from_micros(240), trial: None };
+///     Inquiry { round_trip: Duration::from_micros(240), ..Inquiry::default() };
 /// assert!(inquiry.refusal.is_none());
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Inquiry {
     /// Why it would refuse the guest, if it would.
     pub refusal: Option<String>,
@@ -299,6 +302,8 @@ pub struct Inquiry {
     pub round_trip: Duration,
     /// What the connection carries, where that was to be tried and the guest would be accepted.
     pub trial: Option<Trial>,
+    /// What its host has; `None`: a godwit of an older release does not tell.
+    pub facts: Option<Facts>,
 }
 
 /// Asks the destination at `options.to` whether it would accept the guest of `vm`, as it would be
@@ -335,7 +340,7 @@ pub fn inquire(
     let progress = &mut |_: &Progress| {};
     let (mut source, mut setup) =
         Source::new(vm, options, handle, progress).map_err(EngineError::Random)?;
-    let answer = setup.present(&mut source, Message::Inquiry, None).and_then(|common| {
+    let answer = setup.present(&mut source, Presented::ToAsk, None).and_then(|common| {
         let trial = trial.filter(|_| common.features.contains(Feature::Trial));
         let longest = Duration::from_secs(2);
         let tried =
@@ -346,15 +351,46 @@ pub fn inquire(
     if let Err(error) = &answer {
         source.session.abort(error);
     }
+    let is_nobody = source.vm.machine().is_empty();
     // What is done with the machine next is no concern of a session that has ended.
     source.session.interrupt().silence();
     source.session.end();
     let (refusal, trial) = match answer {
         Ok(trial) => (None, trial),
         Err(EngineError::Aborted { text, .. }) => (Some(text), None),
+        // A destination of an older release takes it for a machine, and asks about that.
+        Err(EngineError::Vm(error)) if is_nobody => (Some(error.to_string()), None),
         Err(error) => return Err(error),
     };
-    Ok(Inquiry { refusal, round_trip: setup.round_trip, trial })
+    Ok(Inquiry { refusal, round_trip: setup.round_trip, trial, facts: setup.facts })
+}
+
+/// The same without a VM: what the host at `options.to` has, how far it is away, and with `trial`
+/// what one connection to it carries. A destination of an older release refuses, and `facts` and
+/// `trial` are then `None`.
+///
+/// # Errors
+/// Why it could not be asked.
+///
+/// ```
+/// use godwit_engine::Cancel;
+/// use godwit_engine::source::{Options, inquire_host};
+///
+/// fn look(to: &str) -> Result<(), Box<dyn std::error::Error>> {
+///     let inquiry = inquire_host(&Options::new(to.parse()?), None, &Cancel::default())?;
+///     match &inquiry.facts {
+///         Some(facts) => println!("{} are free there", facts.available),
+///         None => println!("it is an older godwit"),
+///     }
+///     Ok(())
+/// }
+/// ```
+pub fn inquire_host(
+    options: &Options,
+    trial: Option<Duration>,
+    cancel: &Cancel,
+) -> Result<Inquiry, EngineError> {
+    inquire(&mut Nobody::default(), options, trial, cancel)
 }
 
 /// What lasts from the beginning to the end.

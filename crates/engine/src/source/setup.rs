@@ -8,7 +8,7 @@ use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_policy::Settings;
 use godwit_protocol::source::Input;
 use godwit_wire::{
-    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Feature, Features, Message, Offer,
+    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Facts, Feature, Features, Message, Offer,
     QUESTIONS_LIMIT,
 };
 
@@ -39,6 +39,8 @@ pub(super) struct Setup {
     pub(super) proves: bool,
     /// What both sides have, as soon as the destination has accepted.
     pub(super) common: Common,
+    /// What the destination's host has, where it was asked and tells.
+    pub(super) facts: Option<Facts>,
     /// How long it took to connect.
     pub(super) round_trip: Duration,
 }
@@ -62,6 +64,7 @@ impl Setup {
             restarted: false,
             proves: false,
             common,
+            facts: None,
             round_trip: Duration::ZERO,
         })
     }
@@ -70,7 +73,7 @@ impl Setup {
     pub(super) fn offer(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
         source.allow_post_copy(None)?;
         let mark = source.mark_safe_place()?;
-        self.common = self.present(source, Message::Offer, mark.as_ref())?;
+        self.common = self.present(source, Presented::ToMove, mark.as_ref())?;
         drop(mark);
         source.agreed(self.common);
         source.allow_post_copy(Some(self.common.features))?;
@@ -132,12 +135,12 @@ impl Setup {
         Ok(())
     }
 
-    /// Connects and tells of the machine by a message that `kind` makes, and that there is a `mark`
-    /// of where the copy is to be made, until the destination accepts it; what both sides have.
+    /// Connects and tells of the machine, to whom it is `presented`, and that there is a `mark` of
+    /// where the copy is to be made, until the destination accepts it; what both sides have.
     pub(super) fn present(
         &mut self,
         source: &mut Source<'_>,
-        kind: fn(Offer) -> Message,
+        presented: Presented,
         mark: Option<&Mark>,
     ) -> Result<Common, EngineError> {
         self.look_at_io(source)?;
@@ -159,11 +162,14 @@ impl Setup {
         if features.contains(Feature::PostCopy) && source.options.post_copy != PostCopy::Never {
             features = features.with(Feature::PostCopyWanted);
         }
+        if let Presented::ToMove = presented {
+            features = features.without(Feature::Facts);
+        }
         let blocks = source.ram.iter();
         let blocks = blocks
             .map(|block| BlockOffer { name: block.name().to_owned(), pages: block.pages() })
             .collect();
-        source.session.say(&kind(Offer {
+        let offer = Offer {
             channels: source.channels(),
             codecs: Codecs::ALL.0,
             features,
@@ -172,15 +178,40 @@ impl Setup {
             machine: source.vm.machine().to_owned(),
             blocks,
             disks: self.disks.offers(&granularity),
-        }))?;
+        };
+        source.session.say(&match presented {
+            Presented::ToMove => Message::Offer(offer),
+            Presented::ToAsk => Message::Inquiry(offer),
+        })?;
         source.vm.foresee_questions();
-        answer_questions(source, features)
+        answer_questions(source, features, &mut self.facts)
     }
 }
 
+/// What a machine is told of for.
+#[derive(Clone, Copy)]
+pub(super) enum Presented {
+    /// It is to move.
+    ToMove,
+    /// Only to know whether it could.
+    ToAsk,
+}
+
+/// What the destination says to an offer.
+enum Said {
+    Question(Vec<u8>),
+    Facts(Facts),
+    Accept(u32, Features),
+}
+
 /// Answers what the destination asks about the machine, until it accepts; what both sides have of
-/// the features that were `offered`.
-fn answer_questions(source: &mut Source<'_>, offered: Features) -> Result<Common, EngineError> {
+/// the features that were `offered`. What its host has is put into `facts`, where it tells.
+fn answer_questions(
+    source: &mut Source<'_>,
+    offered: Features,
+    facts: &mut Option<Facts>,
+) -> Result<Common, EngineError> {
+    let may_tell = offered.contains(Feature::Facts);
     for _ in 0..=QUESTIONS_LIMIT {
         let what = "the destination to accept";
         let said =
@@ -189,17 +220,22 @@ fn answer_questions(source: &mut Source<'_>, offered: Features) -> Result<Common
                 what,
                 limits::ANSWER,
                 |message| match message {
-                    Message::Accept { codecs, features } => Some(Err((*codecs, *features))),
-                    Message::Question(question) => Some(Ok(question.clone())),
+                    Message::Accept { codecs, features } => Some(Said::Accept(*codecs, *features)),
+                    Message::Question(question) => Some(Said::Question(question.clone())),
+                    Message::Facts(facts) if may_tell => Some(Said::Facts(facts.clone())),
                     _ => None,
                 },
             )?;
         let question = match said {
-            Err((codecs, features)) => {
+            Said::Accept(codecs, features) => {
                 let features = source.session.accepted(offered, features)?;
                 return Ok(Common { codecs: Codecs::ALL.common(Codecs(codecs)), features });
             }
-            Ok(question) => question,
+            Said::Facts(told) => {
+                *facts = Some(told);
+                continue;
+            }
+            Said::Question(question) => question,
         };
         let answer = source.vm.answer(&question).map_err(EngineError::Vm)?;
         if answer.len() > ANSWER_LIMIT {
