@@ -222,7 +222,7 @@ fn evacuations(arguments: &Arguments) -> anyhow::Result<PathBuf> {
     let parent = match &arguments.state_dir {
         Some(directory) => directory.clone(),
         None => {
-            let records = crate::migrate::records();
+            let records = crate::records::records();
             let records = records.context("there is no home: name a --state-dir")?;
             records.directory().with_file_name("evacuations")
         }

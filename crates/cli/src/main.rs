@@ -25,6 +25,7 @@ mod otlp;
 mod plan;
 mod processors;
 mod receive;
+mod records;
 mod recover;
 mod report;
 mod rights;

@@ -20,9 +20,9 @@ use prometheus::{TEXT_FORMAT, TextEncoder};
 use tiny_http::{Header, Method, Request, Response, Server};
 
 use crate::evacuate;
-use crate::migrate::records;
 use crate::output;
 use crate::process::FAILED;
+use crate::records::records;
 use crate::steer;
 use families::{Seen, families};
 

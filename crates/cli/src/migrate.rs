@@ -3,7 +3,7 @@
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use clap::Args;
 use godwit_confine::Rights;
@@ -18,7 +18,7 @@ use godwit_engine::report::{Measures, Progress, Stage};
 use godwit_engine::security::SecurityWish;
 use godwit_engine::source::{Options, PostCopy, Verify, follow, migrate};
 use godwit_qemu::{QemuError, QemuSource, Reporting};
-use godwit_report::{Head, Record, Recorder, Store};
+use godwit_report::{Record, Recorder, Side};
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
 use serde_json::Value;
 
@@ -29,6 +29,7 @@ use crate::otlp::{self, Collector};
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
 use crate::processors::ProcessorArguments;
+use crate::records::{self, on_off};
 use crate::rights;
 use crate::say;
 use crate::security::SecurityArguments;
@@ -227,14 +228,6 @@ type Granularity = Option<ByteCount>;
 
 fn granularity(text: &str) -> Result<Granularity, String> {
     if text == "auto" { Ok(None) } else { parse_granularity(text).map(Some) }
-}
-
-fn on_off(text: &str) -> Result<bool, String> {
-    match text {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err("use on or off".to_owned()),
-    }
 }
 
 /// A name that makes a file name.
@@ -547,17 +540,9 @@ struct Recording {
 
 impl Recording {
     fn begin(arguments: &Arguments) -> Self {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let began_ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
         let vm = arguments.name.clone().unwrap_or_else(|| arguments.vm.to_string());
-        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        let head = Head {
-            vm: vm.clone(),
-            to: arguments.to.to_string(),
-            host,
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            began_ms: Some(began_ms),
-        };
+        let head = records::head(vm.clone(), arguments.to.to_string());
+        let began_ms = head.began_ms.unwrap_or_default();
         Self { recorder: Recorder::new(head), vm, began_ms }
     }
 
@@ -568,12 +553,8 @@ impl Recording {
     /// What cannot be kept, or told to a collector, is said, and is no failure.
     fn end(&self, last: &Value, arguments: &Arguments) {
         let lines = self.recorder.lines(last);
-        if arguments.keeps_record
-            && let Some(store) = records()
-            && let Err(error) = store.keep(&self.vm, self.began_ms, &lines)
-        {
-            let place = store.directory().display().to_string();
-            eprintln!("godwit: no record is kept in {}: {error}", say::line(&place));
+        if arguments.keeps_record {
+            records::keep(Side::Source, &self.vm, self.began_ms, &lines);
         }
         if let Some(collector) = &arguments.otlp {
             let told = Record::read(lines.as_bytes()).map_err(anyhow::Error::from);
@@ -582,11 +563,6 @@ impl Recording {
             }
         }
     }
-}
-
-/// Where records of this user's are.
-pub(crate) fn records() -> Option<Store> {
-    Store::own(rustix::process::geteuid().is_root())
 }
 
 /// Tells how it ended, to programs by the `last` line.

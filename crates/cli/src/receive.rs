@@ -1,5 +1,6 @@
 //! `godwit receive`.
 
+mod recording;
 mod tell;
 
 use std::fs::DirBuilder;
@@ -26,18 +27,20 @@ use godwit_qemu::{
     StartedDestination, Starting,
 };
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::{self, FAILED};
 use crate::processors::ProcessorArguments;
+use crate::records::on_off;
 use crate::rights;
 use crate::say;
 use crate::security::SecurityArguments;
 use crate::vm::{RequestError, VmName, absolute, libvirt_uri, refused_qemu};
 
-use self::tell::{tell, tell_notice};
+use self::recording::record;
+use self::tell::{last_line, tell, tell_notice};
 
 /// With less RAM than this nobody cares what it costs to fill.
 const WORTH_ADVICE: ByteCount = ByteCount(1 << 30);
@@ -145,6 +148,13 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "DIR")]
     postcopy_safe: Option<PathBuf>,
 
+    /// Keep a record of it, which `godwit report` shows beside those of `godwit migrate`: in
+    /// $XDG_STATE_HOME/godwit/records, or ~/.local/state/godwit/records; of root
+    /// /var/lib/godwit/records
+    #[arg(long = "record", value_name = "on|off", default_value = "on")]
+    #[arg(action = clap::ArgAction::Set, value_parser = on_off)]
+    keeps_record: bool,
+
     /// Do not confine the threads that read what comes from outside, which else have no capability
     /// and only the system calls of their work: for a host where that is in the way
     #[arg(long)]
@@ -201,14 +211,31 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let cancel = process::cancel_on_signals();
     let json = arguments.json;
     let mut again = None;
-    match take_in(
-        arguments,
-        &cancel,
-        &mut |notice| tell_notice(notice, !arguments.disks.is_none(), json),
-        &mut again,
-    ) {
+    let mut recording = None;
+    let mut notice = |notice: &Notice| {
+        tell_notice(notice, !arguments.disks.is_none(), json);
+        if arguments.keeps_record {
+            record(&mut recording, notice, arguments.vm.as_ref(), &arguments.listen);
+        }
+    };
+    let result = take_in(arguments, &cancel, &mut notice, &mut again);
+    let last = match &result {
+        Ok((received, cost)) => last_line(received, *cost),
+        Err(RequestError::Failed(failure)) => failed_line(failure, again),
+        Err(RequestError::Refused(error)) => {
+            json!({ "outcome": "refused", "error": error.to_string() })
+        }
+    };
+    if let Some(recording) = recording {
+        recording.end(&last);
+    }
+    match result {
         Ok((received, cost)) => {
-            tell(&received, cost, json);
+            if json {
+                json_line(&last);
+            } else {
+                tell(&received, cost);
+            }
             ExitCode::SUCCESS
         }
         Err(RequestError::Refused(error)) => {
@@ -223,7 +250,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(RequestError::Failed(failure)) => {
-            tell_failure(&failure, again, json);
+            tell_failure(&failure, again, json.then_some(&last));
             process::exit_code(&failure)
         }
     }
@@ -601,7 +628,21 @@ impl Again {
     }
 }
 
-fn tell_failure(failure: &Failure, again: Option<Again>, json: bool) {
+/// The last line for programs, and of the record, of a guest that did not come.
+fn failed_line(failure: &Failure, again: Option<Again>) -> Value {
+    json!({
+        "outcome": match (&failure.cause, failure.survivor) {
+            (_, Survivor::Unknown) => "in-doubt",
+            (EngineError::Cancelled, _) => "cancelled",
+            _ => "failed",
+        },
+        "phase": failure.phase.to_string(),
+        "vm_waits": again.map(|again| matches!(again, Again::Waits | Again::LibvirtWaits)),
+        "error": failure.cause.to_string(),
+    })
+}
+
+fn tell_failure(failure: &Failure, again: Option<Again>, last: Option<&Value>) {
     let guest = match failure.survivor {
         Survivor::Unknown => {
             "IN DOUBT: godwit recover --vm VM, on both sides, tells who has it and what to do"
@@ -618,16 +659,7 @@ fn tell_failure(failure: &Failure, again: Option<Again>, json: bool) {
         },
     };
     eprintln!("godwit: {}; {guest}", say::line(failure));
-    if json {
-        json_line(&json!({
-            "outcome": match (&failure.cause, failure.survivor) {
-                (_, Survivor::Unknown) => "in-doubt",
-                (EngineError::Cancelled, _) => "cancelled",
-                _ => "failed",
-            },
-            "phase": failure.phase.to_string(),
-            "vm_waits": again.map(|again| matches!(again, Again::Waits | Again::LibvirtWaits)),
-            "error": failure.cause.to_string(),
-        }));
+    if let Some(last) = last {
+        json_line(last);
     }
 }

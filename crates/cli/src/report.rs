@@ -8,23 +8,25 @@ use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use godwit_report::{Document, Kept, Store};
+use godwit_report::{Document, Kept, Side, Store};
 use serde_json::json;
 
-use crate::migrate::records;
 use crate::otlp::{self, Collector};
 use crate::output::{self, json_line};
 use crate::process::FAILED;
+use crate::records::records;
 
 /// Show a migration that was made, in one HTML file: what the guest wrote and the link carried over
 /// time, where in memory that was, and where the downtime went.
 ///
-/// Each godwit migrate keeps a record. Without an argument the newest is shown. What a benchmark, a
-/// soak or `godwit simulate --json` has written has a page as well.
+/// Each godwit migrate keeps a record, and each godwit receive one of the destination's side, which
+/// knows what came round by round, when, and how long the device state took to load. Without an
+/// argument the newest is shown. What a benchmark, a soak or `godwit simulate --json` has written
+/// has a page as well.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
     /// Which one: a name that --list shows or its beginning; a file with a record, of target/bench,
-    /// or with what godwit migrate --json or simulate --json printed; or - for standard input
+    /// or with what godwit migrate, receive or simulate printed with --json; or - for standard input
     #[arg(value_name = "RECORD")]
     record: Option<String>,
 
@@ -33,11 +35,15 @@ pub(crate) struct Arguments {
     out: Option<PathBuf>,
 
     /// Tell the OpenTelemetry collector there of it instead (OTLP over HTTP), as `godwit migrate
-    /// --otlp` does
+    /// --otlp` does; of records of the source's side
     #[arg(long, value_name = "URL", conflicts_with = "out")]
     otlp: Option<Collector>,
 
-    /// List the records that are kept, the newest first
+    /// Only records of this side, where none is named by a file: source or destination
+    #[arg(long, value_name = "SIDE", value_parser = side)]
+    side: Option<Side>,
+
+    /// List the records that are kept, the newest first, each with its side
     #[arg(long, conflicts_with_all = ["record", "out", "otlp"])]
     list: bool,
 
@@ -48,7 +54,7 @@ pub(crate) struct Arguments {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
-    let done = if arguments.list { list(arguments.json) } else { show(arguments) };
+    let done = if arguments.list { list(arguments) } else { show(arguments) };
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -58,18 +64,24 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
+fn side(text: &str) -> Result<Side, String> {
+    let sides = [Side::Source, Side::Destination];
+    let found = sides.into_iter().find(|side| side.word() == text);
+    found.ok_or_else(|| "use source or destination".to_owned())
+}
+
 fn store() -> anyhow::Result<Store> {
     records().context("no records are kept without a home directory: name a file")
 }
 
-fn list(json: bool) -> anyhow::Result<()> {
-    let store = store()?;
-    let kept = store.list().with_context(|| store.directory().display().to_string())?;
-    for Kept { name, path } in &kept {
+fn list(arguments: &Arguments) -> anyhow::Result<()> {
+    let (store, json) = (store()?, arguments.json);
+    let kept = kept(&store, arguments.side)?;
+    for Kept { name, path, side } in &kept {
         if json {
-            json_line(&json!({ "name": name, "path": path }));
+            json_line(&json!({ "name": name, "path": path, "side": side.word() }));
         } else {
-            println!("{name}");
+            println!("{name}  {}", side.word());
         }
     }
     if kept.is_empty() && !json {
@@ -78,11 +90,27 @@ fn list(json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Those of `side`, or all, the newest first.
+fn kept(store: &Store, side: Option<Side>) -> anyhow::Result<Vec<Kept>> {
+    let kept = store.list().with_context(|| store.directory().display().to_string())?;
+    Ok(kept.into_iter().filter(|kept| side.is_none_or(|side| kept.side == side)).collect())
+}
+
 fn show(arguments: &Arguments) -> anyhow::Result<()> {
-    let (name, document) = find(arguments.record.as_deref())?;
+    // Only what the source saw has spans.
+    let side = arguments.side.or(arguments.otlp.as_ref().map(|_| Side::Source));
+    let (name, document) = find(arguments.record.as_deref(), side)?;
     if let Some(collector) = &arguments.otlp {
-        let Document::Migration(record) = &document else {
-            bail!("{name} is no migration: of nothing else there are spans");
+        let record = match &document {
+            Document::Migration(record) => record,
+            Document::Arrival(_) => {
+                bail!(
+                    "{name} is of the destination's side: collectors are told what the source saw"
+                )
+            }
+            Document::Figures(_) => {
+                bail!("{name} is no migration: of nothing else there are spans")
+            }
         };
         otlp::send(record, collector)?;
         if arguments.json {
@@ -115,7 +143,7 @@ fn show(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// The record that `wanted` names, and a name for its page.
-fn find(wanted: Option<&str>) -> anyhow::Result<(String, Document)> {
+fn find(wanted: Option<&str>, side: Option<Side>) -> anyhow::Result<(String, Document)> {
     let read = |file: File, what: &str| {
         Document::read(BufReader::new(file)).with_context(|| what.to_owned())
     };
@@ -123,7 +151,7 @@ fn find(wanted: Option<&str>) -> anyhow::Result<(String, Document)> {
         Some("-") => {
             let read = Document::read(std::io::stdin().lock()).context("standard input")?;
             let name = match read {
-                Document::Migration(_) => "migration",
+                Document::Migration(_) | Document::Arrival(_) => "migration",
                 Document::Figures(_) => "figures",
             };
             Ok((name.to_owned(), read))
@@ -136,21 +164,23 @@ fn find(wanted: Option<&str>) -> anyhow::Result<(String, Document)> {
         wanted => {
             let store = store()?;
             let place = store.directory().display().to_string();
-            let kept = store.list().with_context(|| place.clone())?;
+            let kept = kept(&store, side)?;
             let fits = |kept: &&Kept| wanted.is_none_or(|wanted| kept.name.starts_with(wanted));
             let mut found = kept.iter().filter(fits);
             match (found.next(), found.next(), wanted) {
                 (Some(_), Some(_), Some(wanted)) => {
                     bail!("several records begin with {wanted}: godwit report --list shows them")
                 }
-                (Some(Kept { name, path }), ..) => {
+                (Some(Kept { name, path, .. }), ..) => {
                     let file = File::open(path).with_context(|| path.display().to_string())?;
                     Ok((name.clone(), read(file, name)?))
                 }
                 (None, _, Some(wanted)) => {
                     bail!("no record in {place} begins with {wanted}: godwit report --list")
                 }
-                (None, ..) => bail!("no records in {place}: godwit migrate makes them"),
+                (None, ..) => {
+                    bail!("no records in {place}: godwit migrate makes them, and godwit receive")
+                }
             }
         }
     }

@@ -4,6 +4,7 @@ use std::io::{BufRead, Read};
 
 use serde_json::Value;
 
+use crate::arrival::Arrival;
 use crate::figures::Figures;
 use crate::page::page;
 use crate::record::{Record, RecordError};
@@ -24,8 +25,10 @@ const LIMIT: u64 = 256 << 20;
 /// ```
 #[derive(Clone, Debug)]
 pub enum Document {
-    /// A migration that was made.
+    /// A migration, as the host saw it that the guest left.
     Migration(Box<Record>),
+    /// The same, as the host saw it that took the guest in.
+    Arrival(Box<Arrival>),
     /// What a benchmark or a soak has written, or `godwit simulate --json` printed.
     Figures(Figures),
 }
@@ -48,7 +51,10 @@ impl Document {
         {
             return Err(RecordError::Other);
         }
-        Record::read(text.as_bytes()).map(|record| Self::Migration(Box::new(record)))
+        if Arrival::is_in(&text) {
+            return Arrival::read(text.as_bytes()).map(|it| Self::Arrival(Box::new(it)));
+        }
+        Record::read(text.as_bytes()).map(|it| Self::Migration(Box::new(it)))
     }
 
     /// One HTML file that shows it.
@@ -56,6 +62,7 @@ impl Document {
     pub fn page(&self) -> String {
         match self {
             Self::Migration(record) => page(record),
+            Self::Arrival(arrival) => arrival.page(),
             Self::Figures(figures) => figures.page(),
         }
     }
@@ -70,6 +77,9 @@ mod tests {
         let read = |text: &str| Document::read(text.as_bytes());
         let moved = "{\"event\":\"disks\"}\n{\"outcome\":\"failed\",\"error\":\"x\"}";
         assert!(matches!(read(moved), Ok(Document::Migration(_))));
+        let came = "{\"event\":\"accepted\",\"ram_bytes\":4096}\n\
+                    {\"outcome\":\"running\",\"received_bytes\":4096}";
+        assert!(matches!(read(came), Ok(Document::Arrival(_))));
         assert!(matches!(read("{\"name\":\"a\",\"targets\":[]}"), Ok(Document::Figures(_))));
         for other in ["{}", "[1,\n2]", "{\n\"measured\": {\"a\": 1}\n}", "3"] {
             let told = read(other).unwrap_err().to_string();

@@ -2,10 +2,13 @@
 //!
 //! A record is lines of JSON: who moved where and when, what progress was seen (fewer and fewer
 //! looks, the longer it took), and how it ended. The lines are those that `godwit migrate --json`
-//! prints, so the page can be made of them as well.
+//! prints, so the page can be made of them as well. A destination keeps one of its own, of what it
+//! has seen.
 //!
 //! ```text
 //!   record   what was seen of one migration, written and read
+//!   arrival  the same of its destination, which sees less, and its page
+//!   seen     a record of either side, whichever it is
 //!   store    the directory in which records are kept, the oldest of which go
 //!   totals   what all of them came to, those that have gone too
 //!   page     one HTML file with all in it: no script, nothing that is fetched
@@ -18,6 +21,7 @@
 
 #![forbid(unsafe_code)]
 
+mod arrival;
 mod chart;
 mod document;
 mod figures;
@@ -29,10 +33,13 @@ mod spans;
 mod store;
 mod totals;
 
+pub use arrival::{
+    Arrival, ArrivalEnding, ArrivalRecorder, Arrived, Fetched, Offered, Outage, Round,
+};
 pub use document::Document;
 pub use figures::Figures;
 pub use page::page;
 pub use record::{Ending, Head, Moved, Record, RecordError, Recorder};
 pub use spans::{Attribute, Span, spans};
-pub use store::{Kept, Store};
+pub use store::{Kept, Side, Store};
 pub use totals::{Distribution, Totals};

@@ -31,7 +31,7 @@ const ROWS: usize = 100;
 #[must_use]
 pub fn page(record: &Record) -> String {
     let title = title(&record.head, &record.ending);
-    let mut html = subtitle(&record.head);
+    let mut html = subtitle(["from", "to"], &record.head);
     match &record.ending {
         Ending::Moved(moved) => {
             html += &measures(moved);
@@ -70,10 +70,11 @@ fn title(head: &Head, ending: &Ending) -> String {
     }
 }
 
-fn subtitle(head: &Head) -> String {
-    let parts = [("from ", &head.host), ("to ", &head.to), ("godwit ", &head.version)];
+/// Where and when, with the words for the host and the address.
+pub(crate) fn subtitle([host, address]: [&str; 2], head: &Head) -> String {
+    let parts = [(host, &head.host), (address, &head.to), ("godwit", &head.version)];
     let known = parts.iter().filter(|(_, value)| !value.is_empty());
-    let mut parts: Vec<String> = known.map(|(word, value)| format!("{word}{value}")).collect();
+    let mut parts: Vec<String> = known.map(|(word, value)| format!("{word} {value}")).collect();
     parts.extend(head.began_ms.map(utc));
     format!("<p class=\"sub\">{}</p>", escaped(&parts.join(" · ")))
 }
@@ -116,6 +117,11 @@ fn measures(moved: &Moved) -> String {
         ("Guest time lost", format_duration(lost), slower),
         ("Used", used.0, used.1),
     ];
+    cards_of(&cards)
+}
+
+/// Figures with their names, and a note to each.
+pub(crate) fn cards_of(cards: &[(&str, String, String)]) -> String {
     let card = |(name, value, note): &(&str, String, String)| {
         let (value, note) = (escaped(value), escaped(note));
         format!("<div><dt>{name}</dt><dd><b>{value}</b><small>{note}</small></dd></div>")

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 /// Looks that are kept.
 const LOOKS: usize = 600;
 /// The longest line that is read: measures of 10,000 rounds are shorter.
-const LINE_LIMIT: u64 = 8 << 20;
+pub(crate) const LINE_LIMIT: u64 = 8 << 20;
 
 /// Who moved where, and when.
 ///
@@ -29,7 +29,7 @@ pub struct Head {
     pub vm: String,
     /// Where it went.
     pub to: String,
-    /// The host that it left.
+    /// The host that the record is of: the one that it left, or that took it in.
     pub host: String,
     /// The godwit that moved it.
     pub version: String,
@@ -216,7 +216,7 @@ impl Recorder {
 }
 
 /// `value` as an event.
-fn with_event(event: &str, value: serde_json::Result<Value>) -> Value {
+pub(crate) fn with_event(event: &str, value: serde_json::Result<Value>) -> Value {
     let mut whole = json!({ "event": event });
     if let (Value::Object(whole), Ok(Value::Object(value))) = (&mut whole, value) {
         whole.extend(value);

@@ -1,8 +1,8 @@
 //! The directory in which records are kept.
 //!
-//! Invariant: at most [`KEPT`] records are there when one has been added, the newest, and what
-//! those came to that have gone is kept in sums ([`Store::totals`]). What is not named as a record
-//! is left alone.
+//! Invariant: at most [`KEPT`] records of a side are there when one of it has been added, the
+//! newest, and what those of sources came to that have gone is kept in sums ([`Store::totals`]).
+//! What is not named as a record is left alone.
 
 use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
@@ -22,7 +22,38 @@ const LOCK: &str = "lock";
 const LOCK_LIMIT: Duration = Duration::from_secs(10);
 /// Records that are kept.
 const KEPT: usize = 200;
-const ENDING: &str = ".migration.jsonl";
+
+/// Which side of a migration a record is of.
+///
+/// ```
+/// assert_eq!(godwit_report::Side::Destination.word(), "destination");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Side {
+    /// The host that the guest left.
+    Source,
+    /// The host that took it in.
+    Destination,
+}
+
+impl Side {
+    /// The word for it, for people and for programs.
+    #[must_use]
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Source => "source",
+            Self::Destination => "destination",
+        }
+    }
+
+    /// How names of its files end. Each migration is counted at its source.
+    fn ending(self) -> &'static str {
+        match self {
+            Self::Source => ".migration.jsonl",
+            Self::Destination => ".arrival.jsonl",
+        }
+    }
+}
 
 /// Where records are.
 #[derive(Clone, Debug)]
@@ -37,6 +68,8 @@ pub struct Kept {
     pub name: String,
     /// Where it is.
     pub path: PathBuf,
+    /// Which side it is of.
+    pub side: Side,
 }
 
 impl Store {
@@ -64,21 +97,28 @@ impl Store {
         &self.directory
     }
 
-    /// Keeps a record of `vm` that began `began_ms` milliseconds after 1970. The oldest go.
+    /// Keeps a record of `vm` of one `side` that began `began_ms` milliseconds after 1970. The
+    /// oldest of that side go.
     ///
     /// # Errors
     /// When it cannot be written.
-    pub fn keep(&self, vm: &str, began_ms: u64, lines: &str) -> std::io::Result<PathBuf> {
+    pub fn keep(
+        &self,
+        side: Side,
+        vm: &str,
+        began_ms: u64,
+        lines: &str,
+    ) -> std::io::Result<PathBuf> {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.directory)?;
         let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '-' };
         let vm: String = vm.chars().map(plain).take(64).collect();
-        let path = self.directory.join(format!("{began_ms:013}-{vm}{ENDING}"));
+        let path = self.directory.join(format!("{began_ms:013}-{vm}{}", side.ending()));
         self.write(&path, lines)?;
         let lock = self.directory.join(LOCK);
         let _turn = wait(File::options().create(true).append(true).open(lock)?, File::try_lock)?;
-        let all = self.list()?;
+        let all = self.list_of(side)?;
         let old = all.get(KEPT..).unwrap_or_default();
-        if !old.is_empty() {
+        if !old.is_empty() && side == Side::Source {
             let mut gone = self.gone();
             let there = all.iter().map(|kept| kept.name.as_str()).collect::<BTreeSet<_>>();
             gone.add(named(old), &there);
@@ -124,14 +164,23 @@ impl Store {
         // Nothing goes meanwhile. Where nothing was ever kept there is no lock.
         let turn = File::open(self.directory.join(LOCK)).ok();
         let _turn = turn.map(|turn| wait(turn, File::try_lock_shared)).transpose()?;
-        Ok(self.gone().with(named(&self.list()?)))
+        Ok(self.gone().with(named(&self.list_of(Side::Source)?)))
     }
 
-    /// All of them, the newest first; none where there is no such directory.
+    /// All of them of both sides, the newest first; none where there is no such directory.
     ///
     /// # Errors
     /// When it cannot be read.
     pub fn list(&self) -> std::io::Result<Vec<Kept>> {
+        let mut kept = self.list_of(Side::Source)?;
+        kept.extend(self.list_of(Side::Destination)?);
+        kept.sort();
+        kept.reverse();
+        Ok(kept)
+    }
+
+    /// Those of one side, the newest first.
+    fn list_of(&self, side: Side) -> std::io::Result<Vec<Kept>> {
         let entries = match std::fs::read_dir(&self.directory) {
             Ok(entries) => entries,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -140,9 +189,9 @@ impl Store {
         let mut kept = Vec::new();
         for entry in entries {
             let path = entry?.path();
-            let name = path.file_name().and_then(|name| name.to_str()?.strip_suffix(ENDING));
+            let name = path.file_name().and_then(|name| name.to_str()?.strip_suffix(side.ending()));
             if let Some(name) = name {
-                kept.push(Kept { name: name.to_owned(), path: path.clone() });
+                kept.push(Kept { name: name.to_owned(), path: path.clone(), side });
             }
         }
         kept.sort();
@@ -187,10 +236,10 @@ mod tests {
         let store = Store::at(&directory);
         assert_eq!(store.totals().unwrap(), Totals::default());
         for began in 0..KEPT as u64 + 5 {
-            store.keep("vm", began, &migrated(began)).unwrap();
+            store.keep(Side::Source, "vm", began, &migrated(began)).unwrap();
         }
-        store.keep("vm", 1000, "{\"outcome\":\"failed\",\"error\":\"x\"}\n").unwrap();
-        store.keep("vm", 1001, "not a record\n").unwrap();
+        store.keep(Side::Source, "vm", 1000, "{\"outcome\":\"failed\",\"error\":\"x\"}\n").unwrap();
+        store.keep(Side::Source, "vm", 1001, "not a record\n").unwrap();
         let totals = store.totals().unwrap();
         let outcomes = [("failed", 1), ("migrated", KEPT as u64 + 5)];
         assert_eq!(totals.outcomes, outcomes.map(|(word, n)| (word.to_owned(), n)).into());
@@ -201,7 +250,7 @@ mod tests {
         assert_eq!((totals.duration.buckets[1], totals.bytes.buckets[0].1), ((2.0, count), count));
 
         // One that was added, and whose removal was cut off, is there as well.
-        store.keep("other", 0, &migrated(0)).unwrap();
+        store.keep(Side::Source, "other", 0, &migrated(0)).unwrap();
         let back = store.totals().unwrap();
         assert_eq!(back.outcomes["migrated"], count + 1, "another of an earlier time counts");
         let gone = store.gone();
@@ -211,7 +260,7 @@ mod tests {
         let sums = serde_json::to_string(&cut_off).unwrap();
         store.write(&directory.join(SUMS), &sums).unwrap();
         assert_eq!(store.totals().unwrap(), back);
-        store.keep("vm", 2000, &migrated(1)).unwrap();
+        store.keep(Side::Source, "vm", 2000, &migrated(1)).unwrap();
         assert_eq!(store.totals().unwrap().outcomes["migrated"], count + 2);
         std::fs::remove_dir_all(directory).unwrap();
     }
@@ -222,14 +271,14 @@ mod tests {
         let directory = std::env::temp_dir().join(format!("godwit-at-once-{}", std::process::id()));
         let store = Store::at(&directory);
         for began in 0..KEPT as u64 {
-            store.keep("old", began, "{}\n").unwrap();
+            store.keep(Side::Source, "old", began, "{}\n").unwrap();
         }
         std::thread::scope(|scope| {
             for vm in ["a", "b", "c", "d", "e", "f", "g", "h"] {
                 let store = &store;
                 scope.spawn(move || {
                     for began in 1000..1100 {
-                        store.keep(vm, began, "{}\n").unwrap();
+                        store.keep(Side::Source, vm, began, "{}\n").unwrap();
                     }
                 });
             }
@@ -239,12 +288,31 @@ mod tests {
     }
 
     #[test]
+    fn what_a_destination_keeps_is_listed_with_its_side_and_counts_for_nothing() {
+        // Mutation: a migration within one host counts twice.
+        let directory = std::env::temp_dir().join(format!("godwit-sides-{}", std::process::id()));
+        let store = Store::at(&directory);
+        let came = "{\"event\":\"record\",\"side\":\"destination\"}\n{\"outcome\":\"running\"}\n";
+        store.keep(Side::Source, "vm", 5, &migrated(1)).unwrap();
+        for began in 0..KEPT as u64 + 2 {
+            store.keep(Side::Destination, "vm", began, came).unwrap();
+        }
+        let kept = store.list().unwrap();
+        let of = |side| kept.iter().filter(|kept| kept.side == side).count();
+        assert_eq!((of(Side::Source), of(Side::Destination)), (1, KEPT));
+        assert_eq!(kept[0].name, format!("{:013}-vm", KEPT + 1));
+        assert!(kept[0].path.to_string_lossy().ends_with(".arrival.jsonl"));
+        assert_eq!(store.totals().unwrap().outcomes, [("migrated".to_owned(), 1)].into());
+        std::fs::remove_dir_all(directory).unwrap();
+    }
+
+    #[test]
     fn the_newest_are_kept_and_what_is_no_record_is_left_alone() {
         let directory = std::env::temp_dir().join(format!("godwit-store-{}", std::process::id()));
         let store = Store::at(&directory.join("records"));
         assert_eq!(store.list().unwrap(), Vec::new());
         for began in 0..KEPT as u64 + 3 {
-            store.keep("web/../01", 1_790_000_000_000 + began, "{}\n").unwrap();
+            store.keep(Side::Source, "web/../01", 1_790_000_000_000 + began, "{}\n").unwrap();
         }
         std::fs::write(store.directory().join("notes.txt"), "mine").unwrap();
         let kept = store.list().unwrap();

@@ -83,9 +83,23 @@ fn a_move_can_be_looked_at_afterwards() -> anyhow::Result<()> {
 
     let (migrate, _) = pair.migrate(&[])?;
     pair.check_moved(&migrate)?;
-    ensure!(listed(&pair.godwit)?.len() == 2, "{:?}", listed(&pair.godwit)?);
+    // What came is kept as well, by the destination, which is this host too.
+    ensure!(listed(&pair.godwit)?.len() == 3, "{:?}", listed(&pair.godwit)?);
+    let list = done(&pair.godwit, &["report", "--list"])?;
+    let sides: Vec<_> = list.lines().filter_map(|line| line.split_once("  ")).collect();
+    ensure!(sides.iter().filter(|(_, side)| *side == "destination").count() == 1, "{list}");
+    ensure!(sides.iter().filter(|(_, side)| *side == "source").count() == 2, "{list}");
+    let came = done(&pair.godwit, &["report", "--side", "destination", "--out", "-"])?;
+    for wanted in ["The destination's side", ": came in ", "Device state loaded", "<td>0<td>"] {
+        ensure!(came.contains(wanted), "{wanted}: {came}");
+    }
+    let name = sides.iter().find(|(_, side)| *side == "destination").map(|(name, _)| *name);
+    let name = name.context("no record of the destination's")?;
+    let spans = pair.godwit.run(&["report", name, "--otlp", "http://127.0.0.1:1"])?;
+    ensure!(spans.status.code() == Some(1), "a destination's record has no spans: {spans:?}");
     let out = room.dir().join("page.html");
-    pair.godwit.done(&["report", "--out", out.to_str().context("a path that is text")?])?;
+    let path = out.to_str().context("a path that is text")?;
+    pair.godwit.done(&["report", "--side", "source", "--out", path])?;
     let page = std::fs::read_to_string(&out)?;
     for wanted in ["gone for", "Where the downtime went", "Memory, round by round", "<th>round"] {
         ensure!(page.contains(wanted), "{wanted}: {page}");

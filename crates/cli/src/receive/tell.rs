@@ -15,6 +15,10 @@ use crate::say;
 
 /// `allowed`: whether disks may be overwritten.
 pub(super) fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
+    if json && let Some(event) = as_json(notice) {
+        json_line(&event);
+        return;
+    }
     match notice {
         // On standard error in any case: somebody knocks who should not.
         Notice::Refused(why) => {
@@ -26,9 +30,6 @@ pub(super) fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
                 "godwit: another source came, from {peer}; it was told that this receive is busy"
             );
         }
-        Notice::Asked { peer, refusal } if json => {
-            json_line(&json!({ "event": "asked", "peer": peer, "refusal": refusal }));
-        }
         Notice::Asked { peer, refusal: None } => {
             eprintln!("{peer} asked whether its guest fits: it does; still waiting");
         }
@@ -36,21 +37,8 @@ pub(super) fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
             let why = say::line(why);
             eprintln!("{peer} asked whether its guest fits: it does not: {why}; still waiting");
         }
-        Notice::Looked { peer } if json => {
-            json_line(&json!({ "event": "looked", "peer": peer }));
-        }
         Notice::Looked { peer } => {
             eprintln!("{peer} asked what this host has, and was told; still waiting");
-        }
-        Notice::Accepted { ram, disks, protocol_version, features } if json => {
-            let disks: Vec<_> = disks
-                .iter()
-                .map(|disk| json!({ "name": disk.name, "size_bytes": disk.size.0 }))
-                .collect();
-            json_line(&json!({
-                "event": "accepted", "ram_bytes": ram.0, "disks": disks,
-                "protocol_version": protocol_version, "features": features,
-            }));
         }
         Notice::Accepted { ram, disks, .. } => {
             let disks: String = disks
@@ -62,16 +50,8 @@ pub(super) fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
                 eprintln!("no disk comes along: godwit migrate was started without --disks");
             }
         }
-        Notice::Round { round, received } if json => {
-            json_line(&json!({ "event": "round", "round": round, "received_bytes": received.0 }));
-        }
         Notice::Round { round, received } => {
             eprintln!("round {round} in place, {received} received")
-        }
-        Notice::Severed { why, limit } if json => {
-            json_line(&json!({
-                "event": "severed", "why": why, "limit_ms": limit.as_secs_f64() * 1e3,
-            }));
         }
         Notice::Severed { why, limit: limits::ENDLESS } => eprintln!(
             "godwit: {why}; the source alone has what is missing here: it is waited for without end"
@@ -80,25 +60,10 @@ pub(super) fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
             let limit = format_duration(*limit);
             eprintln!("godwit: {why}; what has arrived is kept for the source for {limit}");
         }
-        Notice::Resumed { after } if json => {
-            json_line(&json!({ "event": "resumed", "after_ms": after.as_secs_f64() * 1e3 }));
-        }
         Notice::Resumed { after } => {
             eprintln!("godwit: the source is back after {}", format_duration(*after));
         }
-        Notice::Lacks { all, missing } if json => {
-            let run = |run: &PageRun| json!([run.start.0, run.count.0]);
-            let block = |(name, runs): &(String, Vec<PageRun>)| {
-                let runs: Vec<Value> = runs.iter().map(run).collect();
-                json!({ "block": name, "runs": runs })
-            };
-            let missing: Vec<_> = missing.iter().map(block).collect();
-            json_line(&json!({ "event": "lacks", "left_bytes": all.0, "missing": missing }));
-        }
         Notice::Lacks { all, missing } => eprintln!("godwit: {}", lacks_words(*all, missing)),
-        Notice::Copy { path, why } if json => {
-            json_line(&json!({ "event": "copy", "path": path, "why": why }));
-        }
         Notice::Copy { path, why: None } => {
             eprintln!("godwit: what is missing is taken from the copy, {}", path.display());
         }
@@ -106,18 +71,7 @@ pub(super) fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
             let why = say::line(why);
             eprintln!("godwit: the copy of what is missing, {}: {why}", path.display());
         }
-        Notice::Fetching { left } if json => {
-            json_line(&json!({ "event": "fetching", "left_bytes": left.0 }));
-        }
         Notice::Fetching { left } => eprintln!("the guest runs here; {left} still to come"),
-        Notice::Dumped(dumped) if json => {
-            let Dumped { stage, files, data, changed, first } = dumped;
-            let first = first.as_ref().map(|(block, offset)| json!([block, offset]));
-            json_line(&json!({
-                "event": "dumped", "stage": stage.to_string(), "files": files,
-                "data_bytes": data.0, "changed_pages": changed.0, "first": first,
-            }));
-        }
         Notice::Dumped(dumped) => eprintln!("{}", dumped_words(dumped)),
         Notice::AwaitingSource { limit, runs } => {
             let limit = format_duration(*limit);
@@ -131,6 +85,55 @@ pub(super) fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
             );
         }
     }
+}
+
+/// The event for programs, and for the record; those that are told on standard error in any case
+/// are none.
+pub(super) fn as_json(notice: &Notice) -> Option<Value> {
+    Some(match notice {
+        Notice::Refused(_) | Notice::Busy { .. } | Notice::AwaitingSource { .. } => return None,
+        Notice::Asked { peer, refusal } => {
+            json!({ "event": "asked", "peer": peer, "refusal": refusal })
+        }
+        Notice::Looked { peer } => json!({ "event": "looked", "peer": peer }),
+        Notice::Accepted { ram, disks, protocol_version, features } => {
+            let disks: Vec<_> = disks
+                .iter()
+                .map(|disk| json!({ "name": disk.name, "size_bytes": disk.size.0 }))
+                .collect();
+            json!({
+                "event": "accepted", "ram_bytes": ram.0, "disks": disks,
+                "protocol_version": protocol_version, "features": features,
+            })
+        }
+        Notice::Round { round, received } => {
+            json!({ "event": "round", "round": round, "received_bytes": received.0 })
+        }
+        Notice::Severed { why, limit } => {
+            json!({ "event": "severed", "why": why, "limit_ms": limit.as_secs_f64() * 1e3 })
+        }
+        Notice::Resumed { after } => {
+            json!({ "event": "resumed", "after_ms": after.as_secs_f64() * 1e3 })
+        }
+        Notice::Lacks { all, missing } => {
+            let run = |run: &PageRun| json!([run.start.0, run.count.0]);
+            let block = |(name, runs): &(String, Vec<PageRun>)| {
+                let runs: Vec<Value> = runs.iter().map(run).collect();
+                json!({ "block": name, "runs": runs })
+            };
+            let missing: Vec<_> = missing.iter().map(block).collect();
+            json!({ "event": "lacks", "left_bytes": all.0, "missing": missing })
+        }
+        Notice::Copy { path, why } => json!({ "event": "copy", "path": path, "why": why }),
+        Notice::Fetching { left } => json!({ "event": "fetching", "left_bytes": left.0 }),
+        Notice::Dumped(Dumped { stage, files, data, changed, first }) => {
+            let first = first.as_ref().map(|(block, offset)| json!([block, offset]));
+            json!({
+                "event": "dumped", "stage": stage.to_string(), "files": files,
+                "data_bytes": data.0, "changed_pages": changed.0, "first": first,
+            })
+        }
+    })
 }
 
 /// Which pages are missing: how many, and where the first of them are.
@@ -172,24 +175,24 @@ fn dumped_words(dumped: &Dumped) -> String {
     words
 }
 
-/// Tells of a guest that is here.
-pub(super) fn tell(received: &Received, cost: Cost, json: bool) {
-    let Cost { cpu_ms, peak_rss_bytes: rss } = cost;
-    if json {
-        json_line(&json!({
-            "outcome": if received.running { "running" } else { "paused" },
-            "received_bytes": received.bytes.0,
-            "total_ms": received.total.as_secs_f64() * 1e3,
-            "load_ms": received.load.as_secs_f64() * 1e3,
-            "resume_ms": received.resume.as_secs_f64() * 1e3,
-            "disks_to_ready_ms": received.disks_to_ready.map(|time| time.as_secs_f64() * 1e3),
-            "verified": received.verified,
-            "fetched": received.fetched.as_ref().map(fetched_json),
-            "cpu_ms": cpu_ms,
-            "peak_rss_bytes": rss,
-        }));
-        return;
-    }
+/// The last line for programs, and of the record, of a guest that is here.
+pub(super) fn last_line(received: &Received, cost: Cost) -> Value {
+    json!({
+        "outcome": if received.running { "running" } else { "paused" },
+        "received_bytes": received.bytes.0,
+        "total_ms": received.total.as_secs_f64() * 1e3,
+        "load_ms": received.load.as_secs_f64() * 1e3,
+        "resume_ms": received.resume.as_secs_f64() * 1e3,
+        "disks_to_ready_ms": received.disks_to_ready.map(|time| time.as_secs_f64() * 1e3),
+        "verified": received.verified,
+        "fetched": received.fetched.as_ref().map(fetched_json),
+        "cpu_ms": cost.cpu_ms,
+        "peak_rss_bytes": cost.peak_rss_bytes,
+    })
+}
+
+/// Tells people of a guest that is here.
+pub(super) fn tell(received: &Received, Cost { cpu_ms, .. }: Cost) {
     let how = if received.running { "runs here" } else { "is here, paused as it was" };
     let mut text = format!(
         "{} received in {}, device state loaded in {}, resumed in {}, {cpu_ms:.0} ms CPU",

@@ -1,0 +1,50 @@
+//! The record that `godwit receive` keeps, as `godwit migrate` does at the source.
+
+use std::time::Instant;
+
+use godwit_engine::address::Address;
+use godwit_engine::destination::Notice;
+use godwit_report::{ArrivalRecorder, Side};
+use serde_json::Value;
+
+use super::tell::as_json;
+use crate::records;
+use crate::vm::VmName;
+
+/// A record of a guest that comes, in the making.
+pub(super) struct Recording {
+    recorder: ArrivalRecorder,
+    vm: String,
+    began_ms: u64,
+    began: Instant,
+}
+
+/// Records a notice. It begins when a source is accepted: before that nothing has come.
+pub(super) fn record(
+    recording: &mut Option<Recording>,
+    notice: &Notice,
+    vm: Option<&VmName>,
+    listen: &Address,
+) {
+    if let (None, Notice::Accepted { .. }) = (&recording, notice) {
+        *recording = Some(Recording::begin(vm, listen));
+    }
+    if let (Some(recording), Some(event)) = (recording, as_json(notice)) {
+        recording.recorder.see(recording.began.elapsed(), &event);
+    }
+}
+
+impl Recording {
+    fn begin(vm: Option<&VmName>, listen: &Address) -> Self {
+        let vm = vm.map_or_else(|| "started".to_owned(), VmName::to_string);
+        let (head, began) = (records::head(vm.clone(), listen.to_string()), Instant::now());
+        let began_ms = head.began_ms.unwrap_or_default();
+        Self { recorder: ArrivalRecorder::new(head), vm, began_ms, began }
+    }
+
+    /// What cannot be kept is said, and is no failure.
+    pub(super) fn end(&self, last: &Value) {
+        let lines = self.recorder.lines(last);
+        records::keep(Side::Destination, &self.vm, self.began_ms, &lines);
+    }
+}
