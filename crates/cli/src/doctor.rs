@@ -253,7 +253,7 @@ fn of_destination(
     match asked {
         Ok(Inquiry { refusal, round_trip, trial, facts }) => {
             let mut findings = of_network(round_trip, trial);
-            let guest = vm.as_ref().map(|vm| needs(vm, refusal.is_none()));
+            let guest = vm.as_ref().map(|vm| needs(vm));
             findings.extend(there(facts.as_ref(), &facts::of_this_host(), guest.as_ref()));
             findings.extend(vm.map(|_| match refusal {
                 None => Finding::good("guest", "fits there, and would be accepted"),
@@ -266,8 +266,8 @@ fn of_destination(
 }
 
 /// What the guest of `vm` may come to use, in which pages.
-fn needs(vm: &QemuSource, is_accepted: bool) -> Guest {
-    let mut guest = Guest { is_accepted, ..Guest::default() };
+fn needs(vm: &QemuSource) -> Guest {
+    let mut guest = Guest::default();
     for block in vm.ram().iter() {
         let bytes = block.pages().bytes();
         let Some(size) = block.huge_page() else {

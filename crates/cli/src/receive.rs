@@ -226,10 +226,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             json!({ "outcome": "refused", "error": error.to_string() })
         }
     };
-    if let Some(recording) = recording {
-        recording.end(&last);
-    }
-    match result {
+    let code = match result {
         Ok((received, cost)) => {
             if json {
                 json_line(&last);
@@ -253,7 +250,12 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             tell_failure(&failure, again, json.then_some(&last));
             process::exit_code(&failure)
         }
+    };
+    // Storage that hangs keeps back no outcome.
+    if let Some(recording) = recording {
+        recording.end(&last);
     }
+    code
 }
 
 /// The engine is in this process for a QEMU, and in the VMM's for a microvm.

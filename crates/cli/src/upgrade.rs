@@ -235,7 +235,7 @@ fn settings(arguments: &Arguments) -> Vec<(String, String)> {
 /// Refuses a copy that the guest, or this host, is not fit for, and says that there is to be one.
 fn check_copy(vm: QemuSource, arguments: &Arguments) -> Result<QemuSource, QemuError> {
     let Some(memory) = vm.in_place().filter(|memory| memory.is_copied()) else { return Ok(vm) };
-    if !arguments.overcommit && !arguments.dry_run {
+    if !arguments.overcommit {
         memory.check_room()?;
     }
     let vm = if arguments.allow_nested { vm } else { vm.without_nested()? };

@@ -142,6 +142,8 @@ impl Connection {
                 Err(error) => return Err(self.problem(&error.to_string())),
             }
             if cancel.is_cancelled() && !std::mem::replace(&mut self.cancelled, true) {
+                // One that is killed only stops sending.
+                let _ = self.stream.write_all(b"cancel\n");
                 let _ = self.stream.shutdown(Shutdown::Write);
             }
             if let Some(limit) = limit.filter(|limit| began.elapsed() > *limit) {

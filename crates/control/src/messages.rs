@@ -489,7 +489,7 @@ pub enum NoticeLine {
     AwaitingSource {
         limit_ms: u64,
         #[serde(default)]
-        runs: bool,
+        arrived: bool,
     },
     Severed {
         why: String,
@@ -597,8 +597,8 @@ impl From<&Notice> for Answer {
             Notice::Round { round, received } => {
                 NoticeLine::Round { round: *round, received_bytes: received.0 }
             }
-            Notice::AwaitingSource { limit, runs } => {
-                NoticeLine::AwaitingSource { limit_ms: millis(*limit), runs: *runs }
+            Notice::AwaitingSource { limit, arrived } => {
+                NoticeLine::AwaitingSource { limit_ms: millis(*limit), arrived: *arrived }
             }
             Notice::Severed { why, limit } => {
                 NoticeLine::Severed { why: why.clone(), limit_ms: millis(*limit) }
@@ -642,8 +642,8 @@ impl From<NoticeLine> for Notice {
             NoticeLine::Round { round, received_bytes } => {
                 Self::Round { round, received: ByteCount(received_bytes) }
             }
-            NoticeLine::AwaitingSource { limit_ms, runs } => {
-                Self::AwaitingSource { limit: Duration::from_millis(limit_ms), runs }
+            NoticeLine::AwaitingSource { limit_ms, arrived } => {
+                Self::AwaitingSource { limit: Duration::from_millis(limit_ms), arrived }
             }
             NoticeLine::Severed { why, limit_ms } => {
                 Self::Severed { why, limit: Duration::from_millis(limit_ms) }

@@ -1,7 +1,7 @@
 //! What a destination tells of its host, beside what this one has and what a guest needs.
 //!
-//! Invariant: nothing is called bad that the destination would accept: it knows what its VM has
-//! already.
+//! Invariant: nothing is called bad here. The destination knows what its VM has already, of swap, and
+//! of the limits of control groups, and says itself what it would refuse.
 
 use godwit_engine::facts::{Facts, HugePages};
 use godwit_units::ByteCount;
@@ -11,11 +11,10 @@ use crate::finding::Finding;
 /// Features that are named; of more the number is told.
 const NAMED: usize = 40;
 /// Words of Linux's own among the flags of a processor (kernel: arch/x86/include/asm/cpufeatures.h,
-/// words 3, 7 and 8), which no guest sees.
-const OF_LINUX: [&str; 38] = [
+/// words 3, 7 and 8), which say nothing of a guest.
+const OF_LINUX: [&str; 36] = [
     "acc_power",
     "aperfmperf",
-    "arch_perfmon",
     "amd_dcm",
     "art",
     "bts",
@@ -36,7 +35,6 @@ const OF_LINUX: [&str; 38] = [
     "ibrs_enhanced",
     "intel_ppin",
     "mba",
-    "nonstop_tsc",
     "nonstop_tsc_s3",
     "nopl",
     "pebs",
@@ -60,7 +58,7 @@ const OF_LINUX: [&str; 38] = [
 /// use godwit_units::ByteCount;
 ///
 /// let guest = Guest { memory: ByteCount(1 << 30), ..Guest::default() };
-/// assert!(guest.huge_pages.is_empty() && !guest.is_accepted);
+/// assert!(guest.huge_pages.is_empty());
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Guest {
@@ -68,8 +66,6 @@ pub struct Guest {
     pub memory: ByteCount,
     /// Sizes of huge pages that its memory is in here, and how much is in each.
     pub huge_pages: Vec<(ByteCount, ByteCount)>,
-    /// Whether the destination would take it in.
-    pub is_accepted: bool,
 }
 
 /// What there is to say of the `facts` that a destination tells, where this host has what `here`
@@ -96,22 +92,13 @@ pub fn there(facts: Option<&Facts>, here: &Facts, guest: Option<&Guest>) -> Vec<
     findings
 }
 
-/// Of too little: bad only where the destination refuses. One that accepts knows of memory that its
-/// VM has already, of swap, or that it is to be so.
-fn too_little(what: &'static str, text: String, guest: &Guest) -> Finding {
-    match guest.is_accepted {
-        true => Finding::note(what, text),
-        false => Finding::bad(what, text),
-    }
-}
-
 fn memory(facts: &Facts, guest: Option<&Guest>) -> Finding {
     const WHAT: &str = "memory";
     if facts.total.0 == 0 {
         return Finding::note(WHAT, "the destination cannot tell how much it has")
             .cured("mount proc on /proc there");
     }
-    let text = format!("{} of {} are to be had there", facts.available, facts.total);
+    let text = format!("its host has {} of {} left", facts.available, facts.total);
     match guest {
         None => Finding::good(WHAT, text),
         Some(guest) if guest.memory <= facts.available => {
@@ -123,7 +110,7 @@ fn memory(facts: &Facts, guest: Option<&Guest>) -> Finding {
                 "{text}, and the guest may come to use {needs}: too little, unless its VM there \
                  has it already"
             );
-            too_little(WHAT, text, guest)
+            Finding::note(WHAT, text)
                 .cured("end or move what takes memory there, or choose another destination")
         }
     }
@@ -152,7 +139,7 @@ fn huge_pages(pools: &[HugePages], guest: Option<&Guest>) -> Vec<Finding> {
         let kib = size.0 >> 10;
         let path = format!("/sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages");
         let enough = total.saturating_add(needed - free);
-        too_little(WHAT, text, guest).cured(format!("there: echo {enough} > {path}"))
+        Finding::note(WHAT, text).cured(format!("there: echo {enough} > {path}"))
     };
     guest.huge_pages.iter().map(one).collect()
 }
@@ -219,31 +206,26 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_little_for_the_guest_is_bad_where_the_destination_refuses_it() {
+    fn what_seems_too_little_for_the_guest_is_told_with_its_cure() {
         let huge = |pages: u64| vec![(ByteCount(2 << 20), ByteCount(pages << 21))];
-        let fits = Guest { memory: GIB, huge_pages: huge(100), is_accepted: true };
+        let fits = Guest { memory: GIB, huge_pages: huge(100) };
         let good = [
             ("memory", Verdict::Good),
             ("huge pages", Verdict::Good),
             ("processor", Verdict::Good),
         ];
         assert_eq!(verdicts(&fits), good);
-        let large = Guest { memory: ByteCount(5 << 30), huge_pages: huge(101), ..fits };
+        let large = Guest { memory: ByteCount(5 << 30), huge_pages: huge(101) };
         assert_eq!(
             verdicts(&large)[..2],
             [("memory", Verdict::Note), ("huge pages", Verdict::Note)]
         );
-        let refused = Guest { is_accepted: false, ..large };
-        assert_eq!(
-            verdicts(&refused)[..2],
-            [("memory", Verdict::Bad), ("huge pages", Verdict::Bad)]
-        );
-        let findings = there(Some(&facts()), &facts(), Some(&refused));
+        let findings = there(Some(&facts()), &facts(), Some(&large));
         assert!(findings.iter().take(2).all(|finding| finding.cure.is_some()), "{findings:?}");
         // 513: those there are, and what is missing.
         assert!(findings[1].cure.as_deref().is_some_and(|cure| cure.contains("echo 513 > ")));
         // A size that the other host does not know.
-        let other = Guest { huge_pages: vec![(GIB, GIB)], is_accepted: true, memory: GIB };
+        let other = Guest { huge_pages: vec![(GIB, GIB)], memory: GIB };
         assert_eq!(verdicts(&other)[1], ("huge pages", Verdict::Note));
     }
 

@@ -67,7 +67,7 @@ fn pools(directory: &Path) -> Vec<HugePages> {
             Some(HugePages {
                 size: ByteCount(kib.parse::<u64>().ok()?.checked_mul(1024)?),
                 total: number("nr_hugepages")?,
-                free: number("free_hugepages")?,
+                free: number("free_hugepages")?.saturating_sub(number("resv_hugepages")?),
             })
         })
         .collect();
@@ -98,7 +98,8 @@ mod tests {
             let pool = directory.join(format!("hugepages-{kib}kB"));
             fs::create_dir_all(&pool).unwrap();
             fs::write(pool.join("nr_hugepages"), format!("{total}\n")).unwrap();
-            fs::write(pool.join("free_hugepages"), format!("{free}\n")).unwrap();
+            fs::write(pool.join("free_hugepages"), format!("{}\n", free + 2)).unwrap();
+            fs::write(pool.join("resv_hugepages"), "2\n").unwrap();
         }
         fs::create_dir_all(directory.join("hugepages-64kB")).unwrap();
         let pool = |size, total, free| HugePages { size: ByteCount(size), total, free };

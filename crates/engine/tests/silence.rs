@@ -205,8 +205,8 @@ fn a_destination_that_runs_the_guest_is_not_kept_waiting_for_a_lost_source() {
 
     let result =
         receive(&mut to, &listener, &destination::Options::default(), &cancel, &mut |notice| {
-            if let Notice::AwaitingSource { limit, runs } = notice {
-                assert_eq!((*limit, *runs), (limits::LINGER, true));
+            if let Notice::AwaitingSource { limit, arrived } = notice {
+                assert_eq!((*limit, *arrived), (limits::LINGER, true));
                 awaited = Some(Instant::now());
                 cancel.cancel();
             }

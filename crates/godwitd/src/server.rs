@@ -17,7 +17,7 @@ use godwit_engine::address::{Address, Listener, Stream};
 use godwit_engine::security::Security;
 use godwit_engine::{Cancel, limits};
 use godwit_qemu::run_directory;
-use godwit_report::Store;
+use godwit_report::{Side, Store};
 use godwit_terminal::say;
 
 use crate::config::Config;
@@ -285,7 +285,12 @@ impl Host {
             destinations: self.destinations.list(),
             vms: self.program.json(&["list", "--json"]),
             running: self.program.json(&["status", "--json"]),
-            records: records.into_iter().take(RECORDS).map(|kept| kept.name).collect(),
+            records: records
+                .into_iter()
+                .filter(|kept| kept.side == Side::Source)
+                .map(|kept| kept.name)
+                .take(RECORDS)
+                .collect(),
         }
     }
 

@@ -420,7 +420,7 @@ impl Host {
             return refused(error.to_string());
         }
         let cancel = Cancel::default();
-        cancel_at_end(reader, cancel.clone(), || true);
+        cancel_at_end(reader, cancel.clone(), |_| true);
         let mut vm = MicrovmSource::new(&self.machine);
         let measured = measure(&mut vm, Duration::from_millis(time_ms), &cancel);
         *self.state() = State::Here;
@@ -463,7 +463,7 @@ impl Host {
         let seen = handle.clone();
         // Who only leaves when the guest is handed over gives nothing up by that: there is nobody
         // else who could serve its pages, or find out where it runs.
-        cancel_at_end(reader, cancel, move || {
+        cancel_at_end(reader, cancel, move |_| {
             let stage = seen.progress().map(|progress| progress.stage);
             !matches!(stage, Some(Stage::Handover | Stage::PostCopy))
         });
@@ -533,7 +533,9 @@ impl Host {
         let _moving = Moving::begin(&self.moving);
         line.say(&Answer::Listening { address: address.to_string() });
         let cancel = Cancel::default();
-        cancel_at_end(reader, cancel.clone(), || true);
+        // Who runs a guest already and waits for its source does so also when nobody listens.
+        let machine = Arc::clone(&self.machine);
+        cancel_at_end(reader, cancel.clone(), move |asked| asked || !machine.is_running());
         let meter = Meter::start(&self.machine);
         let mut vm = MicrovmDestination::new(&self.machine);
         #[allow(clippy::needless_update, reason = "there are more in a build with test hooks")]
@@ -569,18 +571,20 @@ fn refused(error: String) -> Answer {
     Answer::Refused { error }
 }
 
-/// Cancels when the other side stops sending, if that `may` be then.
+/// Cancels when the other side stops sending, if that `may` be then, of one that has asked for it by
+/// a line or has only gone.
 fn cancel_at_end(
     mut reader: impl BufRead + Send + 'static,
     cancel: Cancel,
-    may: impl FnOnce() -> bool + Send + 'static,
+    may: impl FnOnce(bool) -> bool + Send + 'static,
 ) {
     std::thread::spawn(move || {
-        let mut ignored = String::new();
-        while matches!(reader.read_line(&mut ignored), Ok(1..)) {
-            ignored.clear();
+        let (mut line, mut asked) = (String::new(), false);
+        while matches!(reader.read_line(&mut line), Ok(1..)) {
+            asked |= line.trim() == "cancel";
+            line.clear();
         }
-        if may() {
+        if may(asked) {
             cancel.cancel();
         }
     });

@@ -187,16 +187,17 @@ impl InPlace {
     /// # Errors
     /// What lacks room, with the cure.
     pub fn check_room(&self) -> Result<(), QemuError> {
-        // What the guest has not taken yet it gets when the old one's copy is gone.
+        // What it takes while it is copied comes to this twice.
         let taken = self.moving.iter().filter(|block| !block.has_huge_pages());
-        let taken = taken.map(|block| block.allocated().map_or(PageCount::ZERO, |it| it));
+        let taken = taken.map(|block| block.allocated().unwrap_or(block.pages()));
         let pages: u64 = taken.map(|pages| pages.0).sum();
         if !self.is_copied() || pages == 0 {
             return Ok(());
         }
         let as_much = RamBlock::anonymous("copy", PageCount(pages));
         let as_much = as_much.map_err(|error| refused(error.to_string()))?;
-        host_holds(&[as_much], self.old.unsigned_abs()).map_err(no_room)
+        // The new QEMU is started in the groups of this process.
+        host_holds(&[as_much], std::process::id()).map_err(no_room)
     }
 
     /// The file that says that the guest is the new QEMU's.
@@ -320,11 +321,13 @@ fn part(machine: &mut Machine, ram: &Arc<Vec<RamBlock>>) -> Result<Parted, QemuE
     let again = Ram::of_source(machine, false)?.blocks;
     let (staying, moving): (Vec<RamBlock>, Vec<RamBlock>) =
         again.into_iter().partition(|block| of_files.iter().any(|name| name == block.name()));
-    let of = |block: &RamBlock| {
-        let id = ram::region_of(block.name()).to_owned();
-        descriptor_of(machine.pid, block).map(|path| (id, path))
-    };
-    let descriptors = staying.iter().map(of).collect::<Result<_, _>>()?;
+    let mut descriptors = Vec::new();
+    for block in &staying {
+        let id = ram::region_of(block.name());
+        if ram::file_name(machine, id)?.is_none() {
+            descriptors.push((id.to_owned(), descriptor_of(machine.pid, block)?));
+        }
+    }
     Ok(Parted { staying, moving: Arc::new(moving), descriptors })
 }
 
@@ -359,6 +362,16 @@ fn check_staying(machine: &mut Machine) -> Result<(), QemuError> {
                 back_end.id
             )));
         }
+    }
+    // QEMU before 8.1 punches holes into what a device of this kind has when it starts, also one
+    // that waits (`virtio_mem_device_realize`), and here that would be the guest's memory.
+    let devices = machine.devices()?;
+    let plugged = devices.iter().find(|(_, _, kind)| kind.starts_with("virtio-mem"));
+    if let Some((_, name, kind)) = plugged {
+        return Err(refused(format!(
+            "the device '{name}' ({kind}) may discard guest memory when it is started anew: \
+             unplug it, or move the guest by `godwit migrate`"
+        )));
     }
     let kind = machine_type(machine)?;
     if !MACHINES.iter().any(|known| kind.starts_with(known)) {

@@ -13,16 +13,21 @@
 use std::time::{Duration, Instant};
 
 use godwit_units::format_duration;
+use serde_json::Value;
 
 use crate::QemuError;
 use crate::limits::Limits;
 use crate::machine::{Machine, is_over};
-use crate::monitor::QmpError;
 use crate::monitor::commands::{Command, Cont, MigrateCancel, MigrateContinue, QueryMigrate, Stop};
+use crate::monitor::{QmpError, Version};
 
 /// How long a migration may say that it is being cancelled before it is helped along.
 const CANCEL_LIMIT: Duration = Duration::from_millis(100);
 const PAUSE: Duration = Duration::from_millis(1);
+/// From being told to go on to a migration that says so: a thread of QEMU's wakes up.
+const TAKEN_UP: Duration = Duration::from_millis(20);
+/// Since then a command is carried out between what QEMU does with disks, and not within it.
+const CANCELS_BETWEEN: Version = (9, 0, 0);
 /// A wait for QEMU's storage that is longer is told of: somebody sits there and sees nothing
 /// happen.
 pub(crate) const TOLD_AFTER: Duration = Duration::from_secs(3);
@@ -37,10 +42,12 @@ pub(crate) fn run_again(
     limits: Limits,
     told: fn(&str),
 ) -> Result<(), QemuError> {
-    let cancelled = if may_save && has_saved(machine, limits, told)? {
-        Ok(())
-    } else {
-        cancel(machine, limits, told)
+    // A guest that QEMU does not run by itself finds its disks: `cont` takes the images back.
+    let harms = was_running && may_save && machine.qmp.version() < CANCELS_BETWEEN;
+    let has_saved = if harms { has_saved(machine, limits, told) } else { Ok(false) };
+    let cancelled = match has_saved {
+        Ok(false) => cancel(machine, limits, told),
+        saved => saved.map(drop),
     };
     if let Err(QemuError::Hangs { .. } | QemuError::Qmp(QmpError::Closed { .. })) = cancelled {
         // It would not answer anything else either.
@@ -52,50 +59,58 @@ pub(crate) fn run_again(
     cancelled
 }
 
-/// Has `command` answered by a QEMU whose main loop may stand still.
+/// What QEMU answers to `command`, whose main loop may stand still.
 fn ask<C: Command>(
     machine: &mut Machine,
     command: &C,
     hang: Duration,
     told: fn(&str),
-) -> Result<(), QemuError> {
+) -> Result<Value, QemuError> {
     let queued = machine.qmp.start(command)?;
     let first = TOLD_AFTER.min(hang);
     let answer = match machine.qmp.answer(&queued, first) {
         Err(QmpError::Timeout { .. }) if first < hang => {
-            let limit = format_duration(hang);
-            told(&format!(
-                "QEMU does not answer, its storage seems to hang: the guest runs on when that \
-                 does; waiting up to {limit}"
-            ));
+            told(&hangs(hang));
             machine.qmp.answer(&queued, hang - first)
         }
         answer => answer,
     };
     match answer {
         Err(QmpError::Timeout { .. }) => Err(QemuError::Hangs { limit: hang }),
-        answer => Ok(answer.map(drop)?),
+        answer => Ok(answer?),
     }
+}
+
+fn hangs(limit: Duration) -> String {
+    let limit = format_duration(limit);
+    format!(
+        "QEMU does not answer, its storage seems to hang: the guest runs on when that does; \
+         waiting up to {limit}"
+    )
 }
 
 /// Waits for the end of a migration that saves devices; whether there is none under way then. One
 /// that waits to be told to is given a moment, since it may have been, and says so a little later.
+/// What is let go of on storage that hangs may answer meanwhile, and is not cancelled either.
 fn has_saved(
     machine: &mut Machine,
-    Limits { hang, resume, .. }: Limits,
+    Limits { hang, .. }: Limits,
     told: fn(&str),
 ) -> Result<bool, QemuError> {
-    ask(machine, &QueryMigrate, hang, told)?;
     let began = Instant::now();
+    let mut silent = true;
     loop {
-        let state = machine.migration_state()?;
-        let patience = match state.as_str() {
-            "device" => resume,
-            "pre-switchover" => CANCEL_LIMIT,
+        let answer = ask(machine, &QueryMigrate, hang, told)?;
+        let state = answer["status"].as_str().unwrap_or_default();
+        match state {
+            "pre-switchover" if began.elapsed() >= TAKEN_UP => return Ok(false),
+            "pre-switchover" => {}
+            "device" if began.elapsed() >= hang => return Err(QemuError::Hangs { limit: hang }),
+            "device" => {}
             state => return Ok(is_over(state)),
-        };
-        if began.elapsed() >= patience {
-            return Ok(false);
+        }
+        if began.elapsed() >= TOLD_AFTER && std::mem::take(&mut silent) {
+            told(&hangs(hang));
         }
         std::thread::sleep(PAUSE);
     }
@@ -181,31 +196,57 @@ mod tests {
     use super::*;
     use crate::monitor::stand_in::StandIn;
 
-    /// What a QEMU is told that says these states of its migration, one after the other.
-    fn told(states: &[&str], may_save: bool) -> Vec<String> {
+    /// What a QEMU of this version is told that says these states of its migration, one after the
+    /// other, and what comes of it.
+    fn told(
+        version: Version,
+        states: &[&str],
+        as_it_was: (bool, bool),
+    ) -> (Vec<String>, Result<(), QemuError>) {
         let states = states.iter().map(|state| json!({ "status": state })).collect();
-        let stand_in = StandIn::default().in_turn("query-migrate", states);
+        let stand_in = StandIn::default().of_version(version).in_turn("query-migrate", states);
         let told = Arc::clone(&stand_in.told);
         let mut machine = Machine::behind(Box::new(stand_in)).unwrap();
-        run_again(&mut machine, (true, may_save), Limits::default(), |_| {}).unwrap();
+        let limits = Limits { hang: Duration::from_millis(100), ..Limits::default() };
+        let done = run_again(&mut machine, as_it_was, limits, |_| {});
         let told = told.lock().unwrap();
         let names = told.iter().map(|(command, _)| command.clone());
-        names.filter(|command| !command.starts_with("query-")).collect()
+        (names.filter(|command| !command.starts_with("query-")).collect(), done)
     }
+
+    fn cancels(version: Version, states: &[&str], as_it_was: (bool, bool)) -> bool {
+        let (told, done) = told(version, states, as_it_was);
+        assert!(done.is_ok(), "{done:?}");
+        told == ["migrate_cancel"]
+    }
+
+    const OLD: Version = (7, 2, 22);
 
     #[test]
     fn a_migration_that_saves_devices_is_waited_for_and_not_cancelled() {
         for ended in ["completed", "failed"] {
-            // The first word is waited for, and not looked at.
-            let states = ["pre-switchover", "pre-switchover", "device", "device", ended];
-            assert_eq!(told(&states, true), [""; 0], "{ended}");
+            let states = ["pre-switchover", "device", "device", ended];
+            assert!(!cancels(OLD, &states, (true, true)), "{ended}");
         }
+        // Later ones carry it out when it does no harm, and run no guest that was paused.
+        let states = ["cancelling", "cancelled"];
+        assert!(cancels((9, 0, 0), &states, (true, true)));
+        assert!(cancels(OLD, &states, (false, true)));
+    }
+
+    #[test]
+    fn one_that_saves_on_storage_that_hangs_is_not_cancelled_either() {
+        let (told, done) = told(OLD, &["device"; 1000], (true, true));
+        assert_eq!(told, [""; 0]);
+        assert!(matches!(done, Err(QemuError::Hangs { .. })), "{done:?}");
     }
 
     #[test]
     fn one_that_was_not_told_to_save_them_is_cancelled_at_once() {
-        assert_eq!(told(&["cancelling", "cancelled"], false), ["migrate_cancel"]);
+        assert!(cancels(OLD, &["cancelling", "cancelled"], (true, false)));
         // It could have been told by one that was killed: what it says is waited for, a moment.
-        assert_eq!(told(&["active", "active", "cancelled"], true), ["migrate_cancel"]);
+        let waits = [&["pre-switchover"; 100][..], &["cancelled"]].concat();
+        assert!(cancels(OLD, &waits, (true, true)));
+        assert!(cancels(OLD, &["active", "cancelled"], (true, true)));
     }
 }

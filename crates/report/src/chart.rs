@@ -42,6 +42,9 @@ impl Axis {
     }
 }
 
+/// A value that is larger is drawn as this one: no file may keep a plot from ending.
+pub(crate) const LARGEST: f64 = 1e18;
+
 /// What the values of a plot are.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Unit {
@@ -71,7 +74,8 @@ pub(crate) fn chart(
     say: impl Fn(f64) -> String,
 ) -> String {
     let values = series.iter().flat_map(|series| series.points.iter().filter_map(|point| point.1));
-    let highest = values.fold(1.0, f64::max);
+    let highest = values.fold(1.0, f64::max).min(LARGEST);
+    let end = axis.end.min(LARGEST);
     let step = unit.tick(highest);
     let top = (highest / step).ceil().max(1.0) * step;
     let mut html = format!("<figure><figcaption><b>{}</b>", escaped(title));
@@ -108,10 +112,10 @@ pub(crate) fn chart(
         let _ = write!(html, "<path class=\"line s{number}\" d=\"{}\"/>", path(axis, series, top));
     }
     html += "</svg>";
-    let step = tick(axis.end);
+    let step = tick(end);
     let mut at = 0.0;
-    while at <= axis.end * 1.0001 && axis.end > 0.0 {
-        let along = at / axis.end * 100.0;
+    while at <= end * 1.0001 && end > 0.0 {
+        let along = at / end * 100.0;
         let _ = write!(html, "<i class=\"x\" style=\"left:{along:.1}%\">{}</i>", seconds(at));
         at += step;
     }

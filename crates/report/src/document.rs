@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, Read};
 
+use godwit_units::ByteCount;
 use serde_json::Value;
 
 use crate::arrival::Arrival;
@@ -10,7 +11,7 @@ use crate::page::page;
 use crate::record::{Record, RecordError};
 
 /// More is no file of ours.
-const LIMIT: u64 = 256 << 20;
+const LIMIT: u64 = 64 << 20;
 
 /// What a page can be made of.
 ///
@@ -41,6 +42,9 @@ impl Document {
     pub fn read(lines: impl BufRead) -> Result<Self, RecordError> {
         let mut text = String::new();
         lines.take(LIMIT).read_to_string(&mut text)?;
+        if text.len() as u64 == LIMIT {
+            return Err(RecordError::Large(ByteCount(LIMIT)));
+        }
         if let Some(figures) = Figures::read(&text) {
             return Ok(Self::Figures(figures));
         }

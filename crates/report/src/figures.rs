@@ -11,7 +11,7 @@ use std::time::Duration;
 use godwit_units::{ByteCount, Rate, format_duration};
 use serde_json::{Map, Value};
 
-use crate::chart::{Axis, Series, Unit, chart};
+use crate::chart::{Axis, LARGEST, Series, Unit, chart};
 use crate::html::{document, escaped};
 
 /// Beyond so much nothing more is added: what follows the last row has room behind it.
@@ -19,6 +19,8 @@ const ROOM: usize = 440 << 10;
 /// Columns of a table, and letters of a cell.
 const COLUMNS: usize = 12;
 const LETTERS: usize = 100;
+/// Single figures that are shown of one list.
+const CARDS: usize = 32;
 /// Points of a plot.
 const POINTS: usize = 500;
 /// A simulation's cases that are plotted.
@@ -127,7 +129,7 @@ fn cards(map: &Map<String, Value>) -> String {
         let (key, value) = (escaped(&words(key)), escaped(&measure(key, value)));
         format!("<div><dt>{key}</dt><dd><b>{value}</b></dd></div>")
     };
-    let cards: String = map.iter().filter(|it| single(it.1)).take(60).map(card).collect();
+    let cards: String = map.iter().filter(|it| single(it.1)).take(CARDS).map(card).collect();
     if cards.is_empty() { cards } else { format!("<dl class=\"cards\">{cards}</dl>") }
 }
 
@@ -166,8 +168,11 @@ fn rows(html: &mut String, list: &[Value]) {
         }
     }
     // What is told in a word goes first.
-    let is_text = |name: &str| list.iter().any(|row| row[name].is_string());
-    let (mut shown, others): (Vec<&str>, Vec<&str>) = names.into_iter().partition(|it| is_text(it));
+    let texts = list.iter().filter_map(Value::as_object).flatten();
+    let texts: BTreeSet<&str> =
+        texts.filter(|it| it.1.is_string()).map(|(key, _)| key.as_str()).collect();
+    let (mut shown, others): (Vec<&str>, Vec<&str>) =
+        names.into_iter().partition(|name| texts.contains(name));
     let texts = shown.len().min(COLUMNS / 2);
     shown.truncate(texts);
     shown.extend(others);
@@ -210,7 +215,7 @@ fn table<T>(html: &mut String, heads: &[&str], list: &[T], row: impl Fn(&T) -> V
 /// Values one behind the other, with the least, the middle and the most in words.
 fn plot(html: &mut String, name: &str, values: impl Iterator<Item = Option<f64>>) {
     let values: Vec<(usize, f64)> =
-        values.enumerate().filter_map(|(at, it)| Some((at, it?))).collect();
+        values.enumerate().filter_map(|(at, it)| Some((at, it?.clamp(-1e300, 1e300)))).collect();
     let mut sorted: Vec<f64> = values.iter().map(|it| it.1).collect();
     sorted.sort_by(f64::total_cmp);
     let (Some(least), Some(most)) = (sorted.first(), sorted.last()) else { return };
@@ -295,10 +300,12 @@ fn over_time(html: &mut String, line: &Map<String, Value>) {
     if html.len() > ROOM {
         return;
     }
-    let of = |round: &Value, key: &str| round[key].as_f64().unwrap_or_default();
+    // Of any file: what is out of all proportion is drawn, and nothing more.
+    let of =
+        |round: &Value, key: &str| round[key].as_f64().unwrap_or_default().clamp(-LARGEST, LARGEST);
     let end = |round: &Value| of(round, "start") + of(round, "seconds");
     let last = rounds.iter().map(end).fold(0.0, f64::max);
-    let total = outcome["total"].as_f64().unwrap_or_default();
+    let total = of(outcome, "total");
     let axis = Axis {
         end: last.max(total),
         rounds: rounds.iter().map(end).take(POINTS).collect(),
@@ -474,6 +481,21 @@ mod tests {
         assert!(html.len() < 500 << 10, "{} KiB", html.len() >> 10);
         assert!(html.contains("rows are left out"));
         let round = json!({ "start": -1e300, "seconds": 1e308, "sent": 1e308, "speed": 1e308 });
+        for other in [
+            json!({ "sent": 1e300, "seconds": 0 }),
+            json!({ "start": 1e308, "seconds": 1e308 }),
+            json!({ "speed": 1.7e308 }),
+        ] {
+            let line = json!({ "simulated": true, "outcome": { "rounds": [other, round] } });
+            let html = Figures::read(&line.to_string()).unwrap().page();
+            assert!(!html.contains("NaN") && !html.contains("inf"), "{other}");
+        }
+        let many: Map<String, Value> = (0..60).map(|at| (name(at), name(at).into())).collect();
+        let mut many = many;
+        many.insert("simulated".to_owned(), true.into());
+        let lines = format!("{}\n", Value::Object(many)).repeat(20);
+        let html = Figures::read(&lines).unwrap().page();
+        assert!(html.len() < 500 << 10, "{} KiB", html.len() >> 10);
         let outcome = json!({ "rounds": vec![round; 2_000], "total": -1.0, "reason": name(1) });
         let line = json!({ "simulated": true, "case": name(2), "outcome": outcome });
         let short = json!({ "simulated": true, "case": name(3), "outcome": { "reason": name(4) } });

@@ -8,7 +8,6 @@
 //! ```text
 //!   record   what was seen of one migration, written and read
 //!   arrival  the same of its destination, which sees less, and its page
-//!   seen     a record of either side, whichever it is
 //!   store    the directory in which records are kept, the oldest of which go
 //!   totals   what all of them came to, those that have gone too
 //!   page     one HTML file with all in it: no script, nothing that is fetched

@@ -6,6 +6,7 @@
 use std::io::BufRead;
 
 use godwit_engine::report::{Measures, Progress};
+use godwit_units::ByteCount;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -97,6 +98,9 @@ pub enum RecordError {
          `godwit simulate --json` printed, or a benchmark's or soak's file of target/bench"
     )]
     Other,
+    /// It is more than any of them can be.
+    #[error("is larger than {0}: that is none of godwit's files")]
+    Large(ByteCount),
     /// There is nothing to show.
     #[error("there is no progress and no outcome in it: is it what --json printed?")]
     Empty,

@@ -181,11 +181,13 @@ impl<B: Blocks> DiskWorkload<B> {
         self.held[buffer] = Some(Held { block: at, generation: self.generations[at] });
         let Some(mut bug) = self.look(buffer, Place::Disk) else { return Ok(None) };
         // What was read may have been lost on its way into memory.
-        self.disk.read(start, &mut self.scratch)?;
+        let read = self.disk.read(start, &mut self.scratch);
         let again = &self.scratch[(bug.page.0 - start.0) as usize];
-        if again.inspect(bug.page.0, bug.generation).is_ok() {
+        if read.is_ok() && again.inspect(bug.page.0, bug.generation).is_ok() {
             bug.place = Place::Buffer;
         }
+        // What else is wrong in it is no news, and no damage of memory's.
+        self.held[buffer] = None;
         Ok(Some(bug))
     }
 

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use clap::Parser;
 use godwit_faults::defects::{Defect, defect_of_memory};
 use godwit_soak::damage::{DAMAGED, Told, damage};
-use godwit_soak::draw::{OneFault, Strikes, one_fault};
+use godwit_soak::draw::{OneFault, Strikes, draw, one_fault};
 use godwit_soak::load::{Kind, Load};
 use godwit_soak::machine::{chosen, machine_named};
 use godwit_soak::report::{self, Asked, Part};
@@ -104,6 +104,13 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         (None, Some(each)) => (Until::Each(each.into()), usize::from(each) * vms.len()),
         (None, None) => (Until::Moves(arguments.moves), arguments.moves),
     };
+    if let Some(only) = arguments.fault {
+        let strikes = Strikes::every(only);
+        let spared = vms.iter().find(|vm| draw(arguments.seed, vm, 0, &strikes).strike.is_none());
+        if let Some(vm) = spared {
+            bail!("{} is nothing that can strike {}: use --only", strikes.words().trim(), vm.name);
+        }
+    }
     let asked = Asked { seed: arguments.seed, moves, vms, load, defect: arguments.defect };
     // Every wait for one of them fails then.
     let heard = end_children_on_interrupt().context("no signals")?;

@@ -16,9 +16,12 @@ use serde_json::Value;
 use crate::console::Console;
 use crate::leftovers::Place;
 use crate::machine::Movable;
+use crate::memory_group::MemoryGroup;
 use crate::netns::SlowLink;
 
 const LISTEN_LIMIT: Duration = Duration::from_secs(20);
+/// Becomes what stands behind, in the group of which this is the list of processes.
+const JOIN: &str = r#"echo $$ > "$0" && exec "$@""#;
 /// Becomes what stands behind, where the device before it cannot be opened: not even root may on a
 /// mount without devices.
 const CLOSE: &str = r#"mount --bind "$0" "$0" && mount -o remount,bind,nodev "$0" && exec "$@""#;
@@ -33,6 +36,8 @@ pub struct Godwit {
     capabilities: Option<String>,
     /// A device of this host's that it cannot open.
     closed: Option<PathBuf>,
+    /// The list of processes of the control group that it is started in.
+    group: Option<PathBuf>,
 }
 
 impl Godwit {
@@ -49,7 +54,7 @@ impl Godwit {
 
     /// The one at this place.
     pub(crate) fn at(program: PathBuf) -> Self {
-        Self { program, variables: Vec::new(), capabilities: None, closed: None }
+        Self { program, variables: Vec::new(), capabilities: None, closed: None, group: None }
     }
 
     /// Another program of the same build, such as `godwit-codecs`, in its place.
@@ -80,8 +85,18 @@ impl Godwit {
         self
     }
 
+    /// The same in a control group.
+    #[must_use]
+    pub fn in_group(&self, group: &MemoryGroup) -> Self {
+        Self { group: Some(group.dir().join("cgroup.procs")), ..self.clone() }
+    }
+
     fn command(&self) -> Command {
         let mut words: Vec<&OsStr> = Vec::new();
+        if let Some(group) = &self.group {
+            words.extend(["sh", "-c", JOIN].map(OsStr::new));
+            words.push(group.as_os_str());
+        }
         if let Some(device) = &self.closed {
             words.extend(["unshare", "--mount", "sh", "-c", CLOSE].map(OsStr::new));
             words.push(device.as_os_str());

@@ -29,6 +29,16 @@ pub(super) fn record(
     if let (None, Notice::Accepted { .. }) = (&recording, notice) {
         *recording = Some(Recording::begin(vm, listen));
     }
+    let is_kept = matches!(
+        notice,
+        Notice::Accepted { .. }
+            | Notice::Round { .. }
+            | Notice::Severed { .. }
+            | Notice::Resumed { .. }
+    );
+    if !is_kept {
+        return;
+    }
     if let (Some(recording), Some(event)) = (recording, as_json(notice)) {
         recording.recorder.see(recording.began.elapsed(), &event);
     }

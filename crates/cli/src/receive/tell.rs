@@ -73,10 +73,10 @@ pub(super) fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
         }
         Notice::Fetching { left } => eprintln!("the guest runs here; {left} still to come"),
         Notice::Dumped(dumped) => eprintln!("{}", dumped_words(dumped)),
-        Notice::AwaitingSource { limit, runs } => {
+        Notice::AwaitingSource { limit, arrived } => {
             let limit = format_duration(*limit);
-            let (state, word) = match runs {
-                true => ("; the guest runs here", "ask for it; Ctrl-C ends the wait"),
+            let (state, word) = match arrived {
+                true => ("; the guest is here", "ask for it; Ctrl-C ends the wait"),
                 false => ("", "say who runs the guest"),
             };
             eprintln!(
@@ -124,7 +124,9 @@ pub(super) fn as_json(notice: &Notice) -> Option<Value> {
             let missing: Vec<_> = missing.iter().map(block).collect();
             json!({ "event": "lacks", "left_bytes": all.0, "missing": missing })
         }
-        Notice::Copy { path, why } => json!({ "event": "copy", "path": path, "why": why }),
+        Notice::Copy { path, why } => {
+            json!({ "event": "copy", "path": path.to_string_lossy(), "why": why })
+        }
         Notice::Fetching { left } => json!({ "event": "fetching", "left_bytes": left.0 }),
         Notice::Dumped(Dumped { stage, files, data, changed, first }) => {
             let first = first.as_ref().map(|(block, offset)| json!([block, offset]));

@@ -232,13 +232,14 @@ impl Destination<'_> {
     pub(super) fn await_asking_source(&mut self) -> Result<Input, EngineError> {
         (self.notice)(&self.session.awaiting_source());
         let until = self.session.linger();
+        let deaf = self.session.was_cancelled();
         loop {
             let soon = until.min(Instant::now() + limits::TICK);
             if let Some(found) = self.session.await_either(self.vm, soon, self.notice)? {
                 return Ok(self.found_again(found));
             }
             // The guest has all of its memory, and runs.
-            if self.session.is_cancelled() {
+            if !deaf && self.session.is_cancelled() {
                 return Err(EngineError::Cancelled);
             }
             if Instant::now() >= until {

@@ -3,7 +3,7 @@
 //!
 //! Invariants: control connections are numbered, and what an earlier one ended with is no event.
 //! Once COMMIT was seen the guest is ours: a wish to cancel and the end of the machine are not
-//! heard here any more.
+//! heard here any more, but for a wish to end the wait for a source that was lost.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -304,6 +304,11 @@ impl<'a> Session<'a> {
         self.cancel.is_cancelled()
     }
 
+    /// Whether the operator wished an end and was not heard, since the guest was ours by then.
+    pub(super) fn was_cancelled(&self) -> bool {
+        self.is_committed() && self.is_cancelled()
+    }
+
     pub(super) fn say(&self, message: &Message) -> Result<(), EngineError> {
         self.control.send(message)
     }
@@ -598,16 +603,19 @@ impl<'a> Session<'a> {
     }
 
     /// Waits for the source to come back and makes its new connection the control connection. The
-    /// operator's wish ends the wait, also where the guest runs here by now: nothing but an answer
-    /// is left to be given, and an operator can give that as well.
+    /// operator's wish ends the wait, also where the guest is ours by now: nothing but an answer is
+    /// left to be given, and an operator can give that as well. One that came before, too late, was
+    /// no wish to end this.
     pub(super) fn await_resolve(
         &mut self,
         notice: &mut dyn FnMut(&Notice),
     ) -> Result<(), EngineError> {
         notice(&self.awaiting_source());
         let until = self.linger();
+        let deaf = Cancel::default();
+        let cancel = if self.was_cancelled() { &deaf } else { self.cancel };
         loop {
-            let Some((greeting, stream)) = self.door.next(until, self.cancel, notice)? else {
+            let Some((greeting, stream)) = self.door.next(until, cancel, notice)? else {
                 return Err(EngineError::Timeout { what: "the source", limit: limits::LINGER });
             };
             if greeting.role == Role::Resolve {
@@ -619,7 +627,7 @@ impl<'a> Session<'a> {
 
     /// What is told when a wait for the source begins.
     pub(super) fn awaiting_source(&self) -> Notice {
-        Notice::AwaitingSource { limit: limits::LINGER, runs: self.is_committed() }
+        Notice::AwaitingSource { limit: limits::LINGER, arrived: self.is_committed() }
     }
 
     /// Makes the connection of a source that asks the control connection.

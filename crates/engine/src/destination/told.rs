@@ -63,13 +63,13 @@ pub enum Notice {
         /// Bytes received so far.
         received: ByteCount,
     },
-    /// The source was lost when all was ready; it is waited for.
+    /// The source was lost when all was ready, or behind that; it is waited for.
     AwaitingSource {
         /// For how long.
         limit: Duration,
-        /// Whether the guest runs here already, and the source is only waited for to be told so.
-        /// The operator's wish ends the wait either way.
-        runs: bool,
+        /// Whether the guest is this side's already, and the source is only waited for to be told
+        /// so. The operator's wish ends the wait either way.
+        arrived: bool,
     },
     /// The connections were lost while pages arrived. What has arrived is kept, and the source
     /// waited for.

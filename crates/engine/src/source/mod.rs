@@ -62,7 +62,7 @@ use std::time::Duration;
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
 use godwit_protocol::source::{Action, Input, State, step};
-use godwit_wire::{Feature, Message};
+use godwit_wire::{AbortCode, Feature, Message};
 
 use crate::address::Address;
 use crate::cells::Cells;
@@ -357,6 +357,10 @@ pub fn inquire(
     source.session.end();
     let (refusal, trial) = match answer {
         Ok(trial) => (None, trial),
+        // It tells of its host when it has time.
+        Err(error @ EngineError::Aborted { code: AbortCode::Busy, .. }) if is_nobody => {
+            return Err(error);
+        }
         Err(EngineError::Aborted { text, .. }) => (Some(text), None),
         // A destination of an older release takes it for a machine, and asks about that.
         Err(EngineError::Vm(error)) if is_nobody => (Some(error.to_string()), None),

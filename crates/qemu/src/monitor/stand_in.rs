@@ -18,6 +18,7 @@ pub(crate) struct StandIn {
     answers: HashMap<String, Value>,
     /// Answers of which each is given once, before the others.
     in_turn: HashMap<String, VecDeque<Value>>,
+    version: Option<Version>,
     queued: VecDeque<Value>,
     patience: Patience,
     /// What it was told to do, and with what.
@@ -33,6 +34,12 @@ impl StandIn {
     /// The same, which answers `command` by these in their order, before anything else.
     pub(crate) fn in_turn(mut self, command: &str, answers: Vec<Value>) -> Self {
         self.in_turn.insert(command.to_owned(), answers.into());
+        self
+    }
+
+    /// The same of another version.
+    pub(crate) fn of_version(mut self, version: Version) -> Self {
+        self.version = Some(version);
         self
     }
 
@@ -52,7 +59,7 @@ impl StandIn {
 
 impl Monitor for StandIn {
     fn version(&self) -> Version {
-        (10, 0, 2)
+        self.version.unwrap_or((10, 0, 2))
     }
 
     fn peer_pid(&self) -> Result<rustix::process::Pid, QmpError> {

@@ -26,7 +26,7 @@
 mod addresses;
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use godwit_memory::{Place, ProcessBacking, RamBlock};
 use godwit_track::{AddressSpace, Mapped};
@@ -168,18 +168,7 @@ fn in_shared_files(machine: &mut Machine) -> Result<Option<Vec<RamBlock>>, QemuE
     let mut blocks = Vec::new();
     for Memdev { id, size, share, prealloc } in back_ends(machine)? {
         let object = format!("/objects/{id}");
-        // Only memory-backend-file has the property; asking the others is refused.
-        let path = machine.qmp.run_if_known(&QomGet::<String>::new(&object, "mem-path"))?;
-        let Some(path) = path.filter(|_| share) else { return Ok(None) };
-        // The descriptor of a process that may have ended (`start/in_place.rs`).
-        if Path::new(&path).starts_with("/proc") {
-            return Ok(None);
-        }
-        let path = machine.path_here(Path::new(&path));
-        // In a directory its file has no name.
-        if path.is_dir() {
-            return Ok(None);
-        }
+        let Some(path) = file_name(machine, &id)?.filter(|_| share) else { return Ok(None) };
         // Since QEMU 8.1; before, a block begins at the start of its file.
         let offset = machine.qmp.run_if_known(&QomGet::<u64>::new(&object, "offset"))?.unwrap_or(0);
         blocks.push(RamBlock::open(&id, &path, offset, ByteCount(size), prealloc)?);
@@ -188,6 +177,18 @@ fn in_shared_files(machine: &mut Machine) -> Result<Option<Vec<RamBlock>>, QemuE
     let summary = machine.qmp.run(&QueryMemorySize)?;
     let total = summary.base_memory.saturating_add(summary.plugged_memory);
     Ok((total <= shared).then_some(blocks))
+}
+
+/// The file of the back end `id`, where it has one with a name.
+pub(crate) fn file_name(machine: &mut Machine, id: &str) -> Result<Option<PathBuf>, QmpError> {
+    // Only memory-backend-file has the property; asking the others is refused.
+    let object = format!("/objects/{id}");
+    let path = machine.qmp.run_if_known(&QomGet::<String>::new(&object, "mem-path"))?;
+    // The descriptor of a process that may have ended (`start/in_place.rs`).
+    let path = path.filter(|path| !Path::new(path).starts_with("/proc"));
+    let path = path.map(|path| machine.path_here(Path::new(&path)));
+    // In a directory its file has no name.
+    Ok(path.filter(|path| !path.is_dir()))
 }
 
 /// RAM by its addresses. Of a source also what the guest's devices have, where that is not reached

@@ -182,6 +182,13 @@ impl Places<'_> {
                  or a directory above it"
             )));
         };
+        // A number of some process of this host's, whatever that has there.
+        if !self.in_place && here.starts_with("/proc") {
+            return Err(refused(format!(
+                "-{option} of the source has the path {path}, a descriptor of a process there: \
+                 --map {path}=/NEW names the file that is to be in its place"
+            )));
+        }
         let there = match needs {
             Needs::File => here.exists(),
             Needs::Directory => here.parent().is_some_and(Path::is_dir),
