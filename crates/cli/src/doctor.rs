@@ -253,7 +253,7 @@ fn of_destination(
     match asked {
         Ok(Inquiry { refusal, round_trip, trial, facts }) => {
             let mut findings = of_network(round_trip, trial);
-            let guest = vm.as_ref().map(|vm| needs(vm));
+            let guest = vm.as_ref().map(needs);
             findings.extend(there(facts.as_ref(), &facts::of_this_host(), guest.as_ref()));
             findings.extend(vm.map(|_| match refusal {
                 None => Finding::good("guest", "fits there, and would be accepted"),

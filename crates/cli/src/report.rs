@@ -26,7 +26,8 @@ use crate::records::records;
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
     /// Which one: a name that --list shows or its beginning; a file with a record, of target/bench,
-    /// or with what godwit migrate, receive or simulate printed with --json; or - for standard input
+    /// or with what godwit migrate, receive or simulate printed with --json; or - for standard
+    /// input
     #[arg(value_name = "RECORD")]
     record: Option<String>,
 

@@ -1,7 +1,7 @@
 //! What a destination tells of its host, beside what this one has and what a guest needs.
 //!
-//! Invariant: nothing is called bad here. The destination knows what its VM has already, of swap, and
-//! of the limits of control groups, and says itself what it would refuse.
+//! Invariant: nothing is called bad here. The destination knows what its VM has already, of swap,
+//! and of the limits of control groups, and says itself what it would refuse.
 
 use godwit_engine::facts::{Facts, HugePages};
 use godwit_units::ByteCount;

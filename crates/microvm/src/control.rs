@@ -571,8 +571,8 @@ fn refused(error: String) -> Answer {
     Answer::Refused { error }
 }
 
-/// Cancels when the other side stops sending, if that `may` be then, of one that has asked for it by
-/// a line or has only gone.
+/// Cancels when the other side stops sending, if that `may` be then, of one that has asked for it
+/// by a line or has only gone.
 fn cancel_at_end(
     mut reader: impl BufRead + Send + 'static,
     cancel: Cancel,

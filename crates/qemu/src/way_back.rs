@@ -5,10 +5,10 @@
 //! A migration that saves the devices is not cancelled. QEMU before 9.0 may carry out a command in
 //! the middle of what its migration does with disks: the handler runs in the main loop's context,
 //! which whoever waits for a disk polls as well (`monitor_qmp_dispatcher_co`; mended by "monitor:
-//! only run coroutine commands in qemu_aio_context"). A `migrate_cancel` that comes while images are
-//! let go of takes back those that are gone by then and no others, QEMU runs the guest, and its next
-//! write ends QEMU (`bdrv_co_write_req_prepare: Assertion`). Left alone it ends by itself, soon: what
-//! it saves is little, and nobody reads it any more.
+//! only run coroutine commands in qemu_aio_context"). A `migrate_cancel` that comes while images
+//! are let go of takes back those that are gone by then and no others, QEMU runs the guest, and its
+//! next write ends QEMU (`bdrv_co_write_req_prepare: Assertion`). Left alone it ends by itself,
+//! soon: what it saves is little, and nobody reads it any more.
 
 use std::time::{Duration, Instant};
 
