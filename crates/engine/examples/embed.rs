@@ -173,6 +173,7 @@ pub(crate) fn main() -> Result<(), VmError> {
     );
 
     // Every page holds what the guest wrote last to it, and it counts on.
+    std::thread::sleep(std::time::Duration::from_millis(50));
     to.stop()?;
     let last: u64 = to.memory.read_obj(GuestAddress(to.count * 4096 % SIZE as u64))?;
     if to.count <= from.count || last != to.count {

@@ -31,7 +31,7 @@ const COLUMNS: [Shown; 15] = [
     shown(Column::number("speed", 11), 5, |now| {
         known(now.guest_speed, |speed| format!("{:.0} %", speed * 100.0))
     }),
-    shown(Column::number("to go", 5), 14, |now| known(now.remaining_time.as_ref(), bounds)),
+    shown(Column::number("to go", 5), 12, |now| known(now.remaining_time.as_ref(), bounds)),
     shown(Column::number("later", 8), 5, later),
     shown(Column::number("in bits", 12), 8, |now| known(now.bandwidth, Rate::in_bits)),
     shown(Column::number("writes", 13), 9, |now| {

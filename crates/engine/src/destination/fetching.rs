@@ -230,9 +230,9 @@ impl Destination<'_> {
 
     /// The same when nothing is missing any more, and the source may not know: within a limit.
     pub(super) fn await_asking_source(&mut self) -> Result<Input, EngineError> {
+        let deaf = self.session.was_cancelled();
         (self.notice)(&self.session.awaiting_source());
         let until = self.session.linger();
-        let deaf = self.session.was_cancelled();
         loop {
             let soon = until.min(Instant::now() + limits::TICK);
             if let Some(found) = self.session.await_either(self.vm, soon, self.notice)? {

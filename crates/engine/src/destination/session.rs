@@ -610,10 +610,10 @@ impl<'a> Session<'a> {
         &mut self,
         notice: &mut dyn FnMut(&Notice),
     ) -> Result<(), EngineError> {
-        notice(&self.awaiting_source());
-        let until = self.linger();
         let deaf = Cancel::default();
         let cancel = if self.was_cancelled() { &deaf } else { self.cancel };
+        notice(&self.awaiting_source());
+        let until = self.linger();
         loop {
             let Some((greeting, stream)) = self.door.next(until, cancel, notice)? else {
                 return Err(EngineError::Timeout { what: "the source", limit: limits::LINGER });
