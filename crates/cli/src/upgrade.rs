@@ -71,8 +71,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "all|KEY,...", value_delimiter = ',')]
     allow_differences: Vec<String>,
 
-    /// Where memory has to be copied: also if this host, or the control group of the VM, may not
-    /// have room for it twice; then the kernel may end the VM when memory runs out
+    /// Where memory has to be copied: also if this host, or the control group of this command, may
+    /// not have room for it twice; then the kernel may end the VM when memory runs out
     #[arg(long)]
     overcommit: bool,
 
@@ -295,7 +295,7 @@ fn move_guest(
     arguments.hooks.put_into(&mut options);
     let mut display = copied.then(|| Display::new(arguments.json));
     let taking = destination::Options {
-        // It was looked at before, for less: the old copy goes.
+        // It was looked at before anything was started, unless that was not wanted.
         overcommit: true,
         reconnect: std::time::Duration::ZERO,
         ..destination::Options::default()

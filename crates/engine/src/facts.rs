@@ -9,6 +9,7 @@ use std::path::Path;
 
 pub use godwit_wire::{Facts, HugePages};
 
+use godwit_memory::in_meminfo;
 use godwit_units::ByteCount;
 use godwit_wire::HUGE_LIMIT;
 
@@ -33,11 +34,7 @@ pub fn of_this_host() -> Facts {
 
 /// What /proc tells (proc(5)): of the processors the first stands for all.
 fn parsed(meminfo: &str, cpuinfo: &str) -> Facts {
-    let memory = |name: &str| {
-        let line = meminfo.lines().find_map(|line| line.strip_prefix(name));
-        let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-        ByteCount(kib.unwrap_or(0).saturating_mul(1024))
-    };
+    let memory = |name| ByteCount(in_meminfo(meminfo, name).unwrap_or(0));
     let processor = |name: &str| {
         let lines = cpuinfo.lines().filter_map(|line| line.split_once(':'));
         let value = lines.filter(|(key, _)| key.trim() == name).map(|(_, value)| value.trim());

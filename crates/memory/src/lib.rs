@@ -18,5 +18,5 @@ pub use backing::{Backing, FileBacking, Place, ProcessBacking, Space};
 pub use block::{MemoryError, RamBlock};
 pub use extents::{DataExtents, DataHint};
 pub use mapping::Mapping;
-pub use room::{NoRoom, host_holds, mounts_hold};
+pub use room::{NoRoom, host_has, host_holds, in_meminfo, mounts_hold};
 pub use segment::{FIRST_HARVEST, NEXT_HARVEST, SEGMENT_PAGES, Segment, channel_of, segments};

@@ -138,10 +138,29 @@ pub fn mounts_hold(blocks: &[RamBlock]) -> Result<(), NoRoom> {
 /// What would not.
 pub fn host_holds(blocks: &[RamBlock], pid: u32) -> Result<(), NoRoom> {
     let in_files: u64 = needs(blocks).values().map(|(_, need)| need.size - need.allocated).sum();
-    let needed = in_files + private_needs(blocks);
+    holds(in_files + private_needs(blocks), huge_needs(blocks), pid)
+}
+
+/// Whether the host, and the control groups of this process, would hold so much more memory.
+///
+/// ```
+/// use godwit_memory::host_has;
+/// use godwit_units::ByteCount;
+///
+/// assert!(host_has(ByteCount(0)).is_ok());
+/// assert!(host_has(ByteCount(1 << 60)).is_err());
+/// ```
+///
+/// # Errors
+/// What would not.
+pub fn host_has(needed: ByteCount) -> Result<(), NoRoom> {
+    holds(needed.0, 0, std::process::id())
+}
+
+/// The same for bytes of memory, and of them those in huge pages of 2 MiB.
+fn holds(needed: u64, huge: u64, pid: u32) -> Result<(), NoRoom> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let swap = in_meminfo(&meminfo, "SwapFree:").unwrap_or(0);
-    let huge = huge_needs(blocks);
     // Whoever touches a page first has it counted: godwit what it fills, the VM what the guest
     // takes later.
     let own = std::process::id();
@@ -201,8 +220,15 @@ fn huge_needs(blocks: &[RamBlock]) -> u64 {
     needs.values().map(|(size, allocated)| size.saturating_sub(*allocated)).sum()
 }
 
-/// A line of /proc/meminfo (proc(5)), in bytes.
-fn in_meminfo(text: &str, name: &str) -> Option<u64> {
+/// A line of /proc/meminfo (proc_meminfo(5)), in bytes.
+///
+/// ```
+/// let text = "MemTotal:       24684084 kB\nMemAvailable:   23299080 kB\n";
+/// assert_eq!(godwit_memory::in_meminfo(text, "MemAvailable:"), Some(23_299_080 << 10));
+/// assert_eq!(godwit_memory::in_meminfo(text, "SwapFree:"), None);
+/// ```
+#[must_use]
+pub fn in_meminfo(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }

@@ -5,8 +5,8 @@
 //! ```text
 //!   memory of the back ends                   the new QEMU
 //!   named files, mapped shared                maps them by their names; no RAM is offered
-//!   memfds and files without a name, shared   maps them by the old QEMU's descriptors; what else is
-//!                                             RAM (VGA, firmware) is offered
+//!   memfds and files without a name, shared   maps them by the old QEMU's descriptors; what else
+//!                                             is RAM (VGA, firmware) is offered
 //!   of the old QEMU alone                     has as much of its own; all RAM is offered
 //! ```
 //!
@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use godwit_memory::{NoRoom, Place, RamBlock, host_holds};
+use godwit_memory::{NoRoom, Place, RamBlock, host_has};
 use godwit_units::PageCount;
 use procfs::net::UnixState;
 use procfs::process::Process;
@@ -194,10 +194,8 @@ impl InPlace {
         if !self.is_copied() || pages == 0 {
             return Ok(());
         }
-        let as_much = RamBlock::anonymous("copy", PageCount(pages));
-        let as_much = as_much.map_err(|error| refused(error.to_string()))?;
         // The new QEMU is started in the groups of this process.
-        host_holds(&[as_much], std::process::id()).map_err(no_room)
+        host_has(PageCount(pages).bytes()).map_err(no_room)
     }
 
     /// The file that says that the guest is the new QEMU's.

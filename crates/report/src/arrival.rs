@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::html::{document, escaped};
 use crate::page::{cards_of, subtitle};
-use crate::record::{Head, LINE_LIMIT, RecordError, with_event};
+use crate::record::{Head, RecordError, each_value, with_event};
 
 /// Events that are kept.
 const EVENTS: usize = 1000;
@@ -159,28 +159,15 @@ impl Arrival {
     ///
     /// # Errors
     /// The first line that is not JSON, or an event that is none.
-    pub fn read(mut lines: impl BufRead) -> Result<Self, RecordError> {
+    pub fn read(lines: impl BufRead) -> Result<Self, RecordError> {
         let (mut head, mut offered, mut ending) = (Head::default(), None, None);
         let (mut rounds, mut outages) = (Vec::new(), Vec::<Outage>::new());
-        let mut text = String::new();
-        for line in 1.. {
-            text.clear();
-            if std::io::Read::take(&mut lines, LINE_LIMIT).read_line(&mut text)? == 0 {
-                break;
-            }
-            if text.trim().is_empty() {
-                continue;
-            }
-            let wrong =
-                |error: serde_json::Error| RecordError::Line { line, why: error.to_string() };
-            let value: Value = serde_json::from_str(&text).map_err(wrong)?;
+        each_value(lines, |value| {
             match value["event"].as_str() {
-                Some("record") => head = serde_json::from_value(value).map_err(wrong)?,
-                Some("accepted") => {
-                    offered = Some(serde_json::from_value(value).map_err(wrong)?);
-                }
-                Some("round") => rounds.push(serde_json::from_value(value).map_err(wrong)?),
-                Some("severed") => outages.push(serde_json::from_value(value).map_err(wrong)?),
+                Some("record") => head = serde_json::from_value(value)?,
+                Some("accepted") => offered = Some(serde_json::from_value(value)?),
+                Some("round") => rounds.push(serde_json::from_value(value)?),
+                Some("severed") => outages.push(serde_json::from_value(value)?),
                 Some("resumed") => {
                     if let Some(outage) = outages.last_mut() {
                         outage.after_ms = value["after_ms"].as_f64();
@@ -188,11 +175,12 @@ impl Arrival {
                 }
                 Some(_) => {}
                 None if value["outcome"].is_string() => {
-                    ending = Some(ArrivalEnding::of(value).map_err(wrong)?);
+                    ending = Some(ArrivalEnding::of(value)?);
                 }
                 None => {}
             }
-        }
+            Ok(())
+        })?;
         if offered.is_none() && ending.is_none() {
             return Err(RecordError::Empty);
         }

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 /// Looks that are kept.
 const LOOKS: usize = 600;
 /// The longest line that is read: measures of 10,000 rounds are shorter.
-pub(crate) const LINE_LIMIT: u64 = 8 << 20;
+const LINE_LIMIT: u64 = 8 << 20;
 
 /// Who moved where, and when.
 ///
@@ -106,6 +106,28 @@ pub enum RecordError {
     Empty,
 }
 
+/// Hands on what each line holds that is not empty; where that is no JSON, or `take` finds it
+/// wrong, the line is named.
+pub(crate) fn each_value(
+    mut lines: impl BufRead,
+    mut take: impl FnMut(Value) -> serde_json::Result<()>,
+) -> Result<(), RecordError> {
+    let mut text = String::new();
+    for line in 1.. {
+        text.clear();
+        if std::io::Read::take(&mut lines, LINE_LIMIT).read_line(&mut text)? == 0 {
+            break;
+        }
+        if text.trim().is_empty() {
+            continue;
+        }
+        serde_json::from_str(&text)
+            .and_then(&mut take)
+            .map_err(|error| RecordError::Line { line, why: error.to_string() })?;
+    }
+    Ok(())
+}
+
 impl Record {
     /// Reads one: a record, or what `--json` printed. Events that are neither progress nor an
     /// outcome are passed by.
@@ -123,30 +145,18 @@ impl Record {
     /// assert!(matches!(record.ending, Ending::Failed { .. }));
     /// # Ok::<(), godwit_report::RecordError>(())
     /// ```
-    pub fn read(mut lines: impl BufRead) -> Result<Self, RecordError> {
+    pub fn read(lines: impl BufRead) -> Result<Self, RecordError> {
         let (mut head, mut looks, mut ending) = (Head::default(), Vec::new(), None);
-        let mut text = String::new();
-        for line in 1.. {
-            text.clear();
-            if std::io::Read::take(&mut lines, LINE_LIMIT).read_line(&mut text)? == 0 {
-                break;
-            }
-            if text.trim().is_empty() {
-                continue;
-            }
-            let wrong =
-                |error: serde_json::Error| RecordError::Line { line, why: error.to_string() };
-            let value: Value = serde_json::from_str(&text).map_err(wrong)?;
+        each_value(lines, |value| {
             match value["event"].as_str() {
-                Some("record") => head = serde_json::from_value(value).map_err(wrong)?,
-                Some("progress") => looks.push(serde_json::from_value(value).map_err(wrong)?),
+                Some("record") => head = serde_json::from_value(value)?,
+                Some("progress") => looks.push(serde_json::from_value(value)?),
                 Some(_) => {}
-                None if value["outcome"].is_string() => {
-                    ending = Some(Ending::of(value).map_err(wrong)?);
-                }
+                None if value["outcome"].is_string() => ending = Some(Ending::of(value)?),
                 None => {}
             }
-        }
+            Ok(())
+        })?;
         if looks.is_empty() && ending.is_none() {
             return Err(RecordError::Empty);
         }

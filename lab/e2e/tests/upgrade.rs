@@ -117,6 +117,40 @@ fn check_upgraded(ended: &Ended, version: (u32, u32, u32)) -> anyhow::Result<()>
     Ok(())
 }
 
+/// The guest of `vm`, whose QEMU has ended, counts on in `first`, unharmed, and nothing is left.
+fn check_goes_on(vm: &mut TestVm, first: &Successor) -> anyhow::Result<()> {
+    await_quit(vm)?;
+    let last = vm.heartbeats().last().context("no heartbeat")?.heartbeat.n;
+    let numbers = first.0.await_beats(5, LIMIT)?;
+    ensure!(numbers.first() > Some(&last), "{last}, {numbers:?}");
+    ensure!(numbers.windows(2).all(|pair| pair[1] > pair[0]), "{numbers:?}");
+    ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
+    ensure!(staged(vm)?.is_empty(), "{:?}", staged(vm)?);
+    await_process_alone(first.0.pid)
+}
+
+/// The same of one that has left `first` for `second`.
+fn check_went_on(first: &Successor, second: &Successor) -> anyhow::Result<()> {
+    first.0.await_end(LIMIT)?;
+    let last = first.0.await_beats(0, LIMIT)?.last().copied().context("no heartbeat")?;
+    let numbers = second.0.await_beats(5, LIMIT)?;
+    ensure!(numbers.first() > Some(&last), "{last}, {numbers:?}");
+    Ok(())
+}
+
+/// A new QEMU whose device cannot load the old one's state is ended, and the upgrade has failed.
+fn check_does_not_load(name: &str, room: &Room, build: &QemuBuild) -> anyhow::Result<()> {
+    let less = "-global virtio-rng-pci.disable-legacy=on -global virtio-rng-pci.vectors=0";
+    let less = wrapper(room, build, less)?;
+    let options = ["--program", &less, "--allow-differences", "all"];
+    let upgrade = Godwit::built()?.upgrade(name, &options)?;
+    let new = Successor::of(&upgrade)?;
+    let refuses = upgrade.wait(LIMIT)?;
+    ensure!(refuses.status.code() == Some(1), "{} {}", refuses.last(), refuses.errors);
+    ensure!(refuses.errors.contains("load"), "{}", refuses.errors);
+    new.0.await_end(LIMIT)
+}
+
 #[test]
 fn a_guest_goes_on_in_another_qemu_and_back_with_its_memory_where_it_is() -> anyhow::Result<()> {
     let test = "a_guest_goes_on_in_another_qemu_and_back_with_its_memory_where_it_is";
@@ -135,24 +169,14 @@ fn a_guest_goes_on_in_another_qemu_and_back_with_its_memory_where_it_is() -> any
     let (upgrade, first) = begin(&mut vm, new)?;
     check_upgraded(&upgrade.wait(LIMIT)?, new.version)?;
 
-    await_quit(&mut vm)?;
-    let last = vm.heartbeats().last().context("no heartbeat")?.heartbeat.n;
-    let numbers = first.0.await_beats(5, LIMIT)?;
-    ensure!(numbers.first() > Some(&last), "{last}, {numbers:?}");
-    ensure!(numbers.windows(2).all(|pair| pair[1] > pair[0]), "{numbers:?}");
-    ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
-    ensure!(staged(&vm)?.is_empty(), "{:?}", staged(&vm)?);
-    await_process_alone(first.0.pid)?;
+    check_goes_on(&mut vm, &first)?;
 
     // Under the name by which others knew the old one, and from the new one's own command line.
     let upgrade = Godwit::built()?.upgrade(&name_of(&vm), &["--program", &program(old)])?;
     let second = Successor::of(&upgrade)?;
     check_upgraded(&upgrade.wait(LIMIT)?, old.version)?;
 
-    first.0.await_end(LIMIT)?;
-    let last = first.0.await_beats(0, LIMIT)?.last().copied().context("no heartbeat")?;
-    let numbers = second.0.await_beats(5, LIMIT)?;
-    ensure!(numbers.first() > Some(&last), "{last}, {numbers:?}");
+    check_went_on(&first, &second)?;
     let mut qmp = Qmp::connect(&vm.qmp_socket())?;
     let status = qmp.execute("query-status", serde_json::Value::Null)?;
     ensure!(status["status"] == "running", "{status}");
@@ -200,14 +224,7 @@ fn a_new_qemu_that_does_not_come_up_or_load_leaves_the_guest_in_the_old_one() ->
     let differs = failed(&["--program", &more])?;
     ensure!(differs.errors.contains("the two VMs differ"), "{}", differs.errors);
     check_stayed(&mut vm)?;
-    let less = "-global virtio-rng-pci.disable-legacy=on -global virtio-rng-pci.vectors=0";
-    let less = wrapper(&room, build, less)?;
-    let upgrade = godwit.upgrade(&name, &["--program", &less, "--allow-differences", "all"])?;
-    let new = Successor::of(&upgrade)?;
-    let refuses = upgrade.wait(LIMIT)?;
-    ensure!(refuses.status.code() == Some(1), "{} {}", refuses.last(), refuses.errors);
-    ensure!(refuses.errors.contains("load"), "{}", refuses.errors);
-    new.0.await_end(LIMIT)?;
+    check_does_not_load(&name, &room, build)?;
     check_stayed(&mut vm)?;
 
     // Other memory is found out, by its file and not by its name.
@@ -282,22 +299,13 @@ fn memory_of_the_old_qemus_own_is_copied_within_the_host() -> anyhow::Result<()>
     upgrade.wait_for("progress", LIMIT, progress)?;
     check_copied(&upgrade.wait(LIMIT)?, new.version)?;
 
-    await_quit(&mut vm)?;
-    let last = vm.heartbeats().last().context("no heartbeat")?.heartbeat.n;
-    let numbers = first.0.await_beats(5, LIMIT)?;
-    ensure!(numbers.first() > Some(&last), "{last}, {numbers:?}");
-    ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
-    ensure!(staged(&vm)?.is_empty(), "{:?}", staged(&vm)?);
-    await_process_alone(first.0.pid)?;
+    check_goes_on(&mut vm, &first)?;
 
     // Once more, from the new one's own command line.
     let upgrade = Godwit::built()?.upgrade(&name_of(&vm), &["--program", &program(new)])?;
     let second = Successor::of(&upgrade)?;
     check_copied(&upgrade.wait(LIMIT)?, new.version)?;
-    first.0.await_end(LIMIT)?;
-    let last = first.0.await_beats(0, LIMIT)?.last().copied().context("no heartbeat")?;
-    let numbers = second.0.await_beats(5, LIMIT)?;
-    ensure!(numbers.first() > Some(&last), "{last}, {numbers:?}");
+    check_went_on(&first, &second)?;
     await_process_alone(second.0.pid)
 }
 
@@ -345,14 +353,7 @@ fn a_memfd_is_handed_over_by_its_descriptor() -> anyhow::Result<()> {
 
     // One that does not load, and then one that does, by the descriptor of the one before.
     let room = Room::new()?;
-    let less = "-global virtio-rng-pci.disable-legacy=on -global virtio-rng-pci.vectors=0";
-    let less = wrapper(&room, new, less)?;
-    let options = ["--program", &less, "--allow-differences", "all"];
-    let upgrade = godwit.upgrade(&name_of(&vm), &options)?;
-    let fails = Successor::of(&upgrade)?;
-    let refuses = upgrade.wait(LIMIT)?;
-    ensure!(refuses.errors.contains("load"), "{} {}", refuses.last(), refuses.errors);
-    fails.0.await_end(LIMIT)?;
+    check_does_not_load(&name_of(&vm), &room, new)?;
     first.0.await_beats(3, LIMIT)?;
     let upgrade = godwit.upgrade(&name_of(&vm), &["--program", &program(new)])?;
     let second = Successor::of(&upgrade)?;
@@ -375,14 +376,7 @@ fn a_copy_that_comes_to_nothing_leaves_the_guest_in_the_old_qemu() -> anyhow::Re
 
     // What the new one does not load.
     let room = Room::new()?;
-    let less = "-global virtio-rng-pci.disable-legacy=on -global virtio-rng-pci.vectors=0";
-    let less = wrapper(&room, build, less)?;
-    let upgrade = godwit.upgrade(&name, &["--program", &less, "--allow-differences", "all"])?;
-    let new = Successor::of(&upgrade)?;
-    let refuses = upgrade.wait(LIMIT)?;
-    ensure!(refuses.status.code() == Some(1), "{} {}", refuses.last(), refuses.errors);
-    ensure!(refuses.errors.contains("load"), "{}", refuses.errors);
-    new.0.await_end(LIMIT)?;
+    check_does_not_load(&name, &room, build)?;
     check_stayed(&mut vm)?;
 
     // In the middle of the copy: the new QEMU is killed, then Ctrl-C, then godwit is killed.

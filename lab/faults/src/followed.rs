@@ -72,6 +72,14 @@ pub struct Counts {
 }
 
 impl Counts {
+    /// Cuts `link` for so long, which counts as a cut where pages `lack`.
+    pub(crate) fn cut(&mut self, link: &Link, time: Duration, lack: bool) {
+        link.cut();
+        std::thread::sleep(time);
+        link.mend();
+        *if lack { &mut self.cuts } else { &mut self.others } += 1;
+    }
+
     /// Both together.
     pub fn add(&mut self, other: Self) {
         self.kills = [0, 1].map(|side| self.kills[side] + other.kills[side]);
@@ -289,11 +297,7 @@ impl Move<'_> {
             Fault::KillReceive => [false, true],
             Fault::KillBoth => [true, true],
             Fault::Cut(time) => {
-                self.link.cut();
-                std::thread::sleep(time);
-                self.link.mend();
-                let counted = if lacks { &mut self.counts.cuts } else { &mut self.counts.others };
-                *counted += 1;
+                self.counts.cut(&self.link, time, lacks);
                 [false, false]
             }
         };

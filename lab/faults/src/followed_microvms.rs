@@ -122,14 +122,8 @@ impl Move {
             Fault::KillReceive => [false, true],
             Fault::KillBoth => [true, true],
             Fault::Cut(time) => {
-                self.link.cut();
-                std::thread::sleep(time);
-                self.link.mend();
                 // Where the source is lost nobody uses the link.
-                let counts = &mut self.counts;
-                let counted =
-                    if lacks && !self.lost { &mut counts.cuts } else { &mut counts.others };
-                *counted += 1;
+                self.counts.cut(&self.link, time, lacks && !self.lost);
                 return Ok(());
             }
         };

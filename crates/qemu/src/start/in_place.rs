@@ -142,13 +142,10 @@ fn in_file(value: &str, path: &Path) -> String {
         json.insert("mem-path".to_owned(), path.to_string_lossy().into());
         return Value::Object(json).to_string();
     }
-    let all = parts(value);
-    let key = |part: &String| part.split_once('=').map_or(part.clone(), |(key, _)| key.to_owned());
-    let is_kind = |part: &String| !part.contains('=') && part.starts_with("memory-backend-");
-    let kept = all.iter().filter(|part| {
-        !OF_MEMFDS.contains(&key(part).as_str()) && key(part) != "qom-type" && !is_kind(part)
+    // The kind may stand alone.
+    let kept = parts_of(value, |key| {
+        !OF_MEMFDS.contains(&key) && key != "qom-type" && !key.starts_with("memory-backend-")
     });
-    let kept = kept.map(|part| part.replace(',', ",,"));
     let path = path.display().to_string().replace(',', ",,");
     let first = std::iter::once(KIND.to_owned());
     let last = ["share=on".to_owned(), format!("mem-path={path}")];
@@ -168,13 +165,14 @@ fn without_prealloc(value: &str) -> String {
             None => value.to_owned(),
         };
     }
-    let fills = |part: &String| part == "prealloc" || part.starts_with("prealloc=");
-    let all = parts(value);
-    if !all.iter().any(fills) {
-        return value.to_owned();
-    }
-    let kept = all.iter().filter(|part| !fills(part)).map(|part| part.replace(',', ",,"));
-    kept.collect::<Vec<_>>().join(",")
+    let kept = parts_of(value, |key| key != "prealloc");
+    if kept.len() == parts(value).len() { value.to_owned() } else { kept.join(",") }
+}
+
+/// The parts of `value` whose keys are to `stay`, as they are written.
+fn parts_of(value: &str, stay: impl Fn(&str) -> bool) -> Vec<String> {
+    let key = |part: &String| stay(part.split_once('=').map_or(part, |(key, _)| key));
+    parts(value).iter().filter(|part| key(part)).map(|part| part.replace(',', ",,")).collect()
 }
 
 #[cfg(test)]
