@@ -188,7 +188,7 @@ guest-database: guest qemu ## the memory of a guest with a database, target/gues
 	@$(CARGO) run --quiet --package xtask -- guest-database
 
 .PHONY: qemu
-qemu: ## install QEMU and qemu-utils if missing; unpack QEMU 10 into target/qemu-10.0
+qemu: ## install QEMU and qemu-utils if missing; unpack QEMU 10 and the newest in target/
 	@$(CARGO) run --quiet --package xtask -- qemu
 
 .PHONY: nats

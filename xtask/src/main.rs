@@ -29,7 +29,7 @@ const USAGE: &str = "usage: cargo run -p xtask -- CHORE
   witnesses  makes target/witnesses: guests with a program and a check that are not ours
   stamp   builds target/stamp/godwit-stamp, a static program
   image   makes target/image: that program as kernel and initramfs, as an ISO, and for cloud images
-  qemu    installs QEMU and its image tools if missing, and unpacks QEMU 10 into target/qemu-10.0
+  qemu    installs QEMU and its image tools if missing, and unpacks QEMU 10 and the newest
   nats    unpacks a NATS server into target/nats
   previous  builds the godwit of the release before: target/previous
   semver  compares what the crates meant for others offer with the release before

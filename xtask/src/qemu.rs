@@ -1,10 +1,11 @@
-//! `make qemu`: Debian's own QEMU, its tools for images and its libvirt installed, and QEMU 10 from
-//! its backports unpacked beside it.
+//! `make qemu`: Debian's own QEMU, its tools for images and its libvirt installed, and two newer
+//! QEMUs unpacked beside it: QEMU 10 of this release's backports, and the newest that the backports
+//! of Debian's stable release have, with libraries of its own.
 //!
 //! Keeps three promises: the system's package sources stay as they are (backports are looked up
 //! with sources, lists and cache of our own under target/); signatures are checked with the keys
-//! that the system trusts; and where QEMU 10 cannot be had, one line says so and the installed QEMU
-//! is all that tests use. Which of them a test runs is left to `godwit-testbed`.
+//! that the system trusts; and where one of the two cannot be had, one line says so and tests do
+//! without it. Which of them a test runs is left to `godwit-testbed`.
 
 use std::fmt::Write as _;
 use std::os::unix::fs::PermissionsExt;
@@ -27,8 +28,23 @@ const LIBVIRT_DRIVER: &str =
 const BINARY: &str = "qemu-system-x86_64";
 /// Where the multi-arch libraries are inside an unpacked package.
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
+/// Where the loader of a C library of its own is.
+const LOADER: &str = "loader";
 
-/// Installs QEMU where it is missing, and unpacks the newer one where that is possible.
+/// A QEMU that is unpacked beside the installed one.
+struct Newer {
+    name: &'static str,
+    dir: &'static str,
+    /// Of Debian's stable release, with all libraries of that, rather than of this system's.
+    of_stable: bool,
+}
+
+const NEWER: [Newer; 2] = [
+    Newer { name: "QEMU 10", dir: "qemu-10.0", of_stable: false },
+    Newer { name: "the newest QEMU", dir: "qemu-newest", of_stable: true },
+];
+
+/// Installs QEMU where it is missing, and unpacks the newer ones where that is possible.
 pub(crate) fn provide() -> anyhow::Result<()> {
     install(PACKAGE, BINARY)?;
     install(TOOLS, "qemu-nbd")?;
@@ -36,16 +52,17 @@ pub(crate) fn provide() -> anyhow::Result<()> {
     if let Err(problem) = install_libvirt() {
         println!("libvirt is not available here: {problem:#}");
     }
-    let dir = crate::target_dir().join("qemu-10.0");
-    let wrapper = dir.join(BINARY);
-    if let Some(version) = version(&wrapper) {
-        println!("{} is there: {version}", wrapper.display());
-        return Ok(());
-    }
-    match unpack_newer(&dir) {
-        Ok(version) => println!("{} made: {version}", wrapper.display()),
-        Err(problem) => {
-            println!("QEMU 10 is not available here, only the installed one is used: {problem:#}")
+    for newer in &NEWER {
+        let wrapper = newer.wrapper();
+        if let Some(version) = version(&wrapper) {
+            println!("{} is there: {version}", wrapper.display());
+            continue;
+        }
+        match newer.unpack() {
+            Ok(version) => println!("{} made: {version}", wrapper.display()),
+            Err(problem) => {
+                println!("{} is not available here, and is done without: {problem:#}", newer.name)
+            }
         }
     }
     Ok(())
@@ -92,40 +109,99 @@ fn version(program: &Path) -> Option<String> {
     output.status.success().then_some(line)
 }
 
-fn unpack_newer(dir: &Path) -> anyhow::Result<String> {
-    apt::ensure_present()?;
-    let system = SystemSource::find()?;
-    let work = crate::target_dir().join("qemu-apt");
-    let apt = private_apt(&work, &system)?;
-    let suite = system.backports();
-    println!("fetching the package list of {suite}");
-    apt.get(["update", "-q"])
-        .with_context(|| format!("cannot fetch the package list of {suite}"))?;
-    println!("downloading {PACKAGE} of {suite} and what it needs beyond this system");
-    apt.get([
-        "install",
-        "-q",
-        "-y",
-        "--download-only",
-        "--no-install-recommends",
-        "-t",
-        &suite,
-        PACKAGE,
-    ])
-    .with_context(|| format!("cannot download {PACKAGE} of {suite}"))?;
-
-    let files = apt::packages_in(&work.join("cache/archives"))?;
-    ensure!(!files.is_empty(), "{suite} has no {PACKAGE} newer than the installed one");
-    let root = dir.join("root");
-    apt::empty(&root)?;
-    for file in &files {
-        println!("unpacking {}", file.file_name().unwrap_or_default().to_string_lossy());
-        apt::unpack(file, &root)?;
+impl Newer {
+    fn dir(&self) -> PathBuf {
+        crate::target_dir().join(self.dir)
     }
-    std::fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))?;
-    let wrapper = dir.join(BINARY);
-    write_wrapper(&wrapper)?;
-    version(&wrapper).with_context(|| format!("{} does not run", wrapper.display()))
+
+    fn wrapper(&self) -> PathBuf {
+        self.dir().join(BINARY)
+    }
+
+    /// Downloads and unpacks it; its version.
+    fn unpack(&self) -> anyhow::Result<String> {
+        apt::ensure_present()?;
+        let system = SystemSource::find()?;
+        let release = if self.of_stable { "stable" } else { &system.codename };
+        let suite = format!("{release}-backports");
+        let work = crate::target_dir().join("qemu-apt");
+        let apt = private_apt(&work, &system.lines(&[release, &suite]), self.of_stable)?;
+        println!("fetching the package list of {suite}");
+        apt.get(["update", "-q"])
+            .with_context(|| format!("cannot fetch the package list of {suite}"))?;
+        println!("downloading {PACKAGE} of {suite} and what it needs beyond this system");
+        apt.get([
+            "install",
+            "-q",
+            "-y",
+            "--download-only",
+            "--no-install-recommends",
+            "-t",
+            &suite,
+            PACKAGE,
+        ])
+        .with_context(|| format!("cannot download {PACKAGE} of {suite}"))?;
+
+        let files = apt::packages_in(&work.join("cache/archives"))?;
+        ensure!(!files.is_empty(), "{suite} has no {PACKAGE} newer than the installed one");
+        let root = self.dir().join("root");
+        apt::empty(&root)?;
+        println!("unpacking {} packages", files.len());
+        files.iter().try_for_each(|file| apt::unpack(file, &root))?;
+        std::fs::remove_dir_all(&work)
+            .with_context(|| format!("cannot remove {}", work.display()))?;
+        if self.of_stable {
+            make_loader(&root)?;
+        }
+        let wrapper = self.wrapper();
+        self.write_wrapper(&wrapper)?;
+        version(&wrapper).with_context(|| format!("{} does not run", wrapper.display()))
+    }
+
+    /// A script that becomes QEMU, so that the process id of one is that of the other. Newer or
+    /// missing libraries come first; the firmware is looked up in the unpacked tree, then in the
+    /// system's (for what was not downloaded).
+    fn write_wrapper(&self, path: &Path) -> anyhow::Result<()> {
+        // With a C library of its own it is loaded by the loader of that, and nothing that it
+        // starts is to load what is not its own.
+        let (libraries, run) = if self.of_stable {
+            let run = format!(
+                "\"$root/{LOADER}/{BINARY}\" --argv0 {BINARY} \\\n\
+                 \x20   --library-path \"$root/{LIBRARIES}\" \"$root/usr/bin/{BINARY}\""
+            );
+            (String::new(), run)
+        } else {
+            let libraries = format!(
+                "export LD_LIBRARY_PATH=\
+                 \"$root/{LIBRARIES}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\"\n"
+            );
+            (libraries, format!("\"$root/usr/bin/{BINARY}\""))
+        };
+        let name = self.name;
+        let script = format!(
+            "#!/bin/sh\n\
+             # {name}, unpacked by `make qemu`.\n\
+             root=$(dirname \"$(readlink -f \"$0\")\")/root\n\
+             {libraries}\
+             export QEMU_MODULE_DIR=\"$root/{LIBRARIES}/qemu\"\n\
+             exec {run} \\\n\
+             \x20   -L \"$root/usr/share/qemu\" -L \"$root/usr/share/seabios\" \\\n\
+             \x20   -L /usr/share/qemu -L /usr/share/seabios -L /usr/lib/ipxe/qemu \"$@\"\n"
+        );
+        std::fs::write(path, script).with_context(|| format!("cannot write {}", path.display()))?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755))
+            .with_context(|| format!("cannot make {} a program", path.display()))
+    }
+}
+
+/// The loader of the C library below `root`, under QEMU's name: by that the kernel calls a process
+/// which was started through it, as any other QEMU.
+fn make_loader(root: &Path) -> anyhow::Result<()> {
+    let (loader, dir) = (root.join(LIBRARIES).join("ld-linux-x86-64.so.2"), root.join(LOADER));
+    std::fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    std::fs::copy(&loader, dir.join(BINARY))
+        .map(drop)
+        .with_context(|| format!("cannot copy {}", loader.display()))
 }
 
 /// The entry of the system's own package sources that has the release itself.
@@ -174,16 +250,12 @@ impl SystemSource {
         }))
     }
 
-    fn backports(&self) -> String {
-        format!("{}-backports", self.codename)
-    }
-
-    /// Sources with the release, for what QEMU needs, and its backports.
-    fn lines(&self) -> String {
+    /// Sources with these `suites`.
+    fn lines(&self, suites: &[&str]) -> String {
         let key =
             self.signed_by.as_ref().map(|key| format!("[signed-by={key}] ")).unwrap_or_default();
         let mut lines = String::new();
-        for suite in [&self.codename, &self.backports()] {
+        for suite in suites {
             let _ = writeln!(lines, "deb {key}{} {suite} {}", self.uri, self.component);
         }
         lines
@@ -200,39 +272,28 @@ fn signed_by(sources: &str) -> Option<String> {
     key.starts_with('/').then(|| key.to_owned())
 }
 
-/// Apt with sources, lists and cache of its own. It shares the system's knowledge of what is
-/// installed, so that it downloads what is missing or too old here and nothing else.
-fn private_apt(work: &Path, system: &SystemSource) -> anyhow::Result<Apt> {
+/// Apt with sources, which are these `lines`, lists and cache of its own. It shares the system's
+/// knowledge of what is installed, so that it downloads what is missing or too old here and nothing
+/// else; or nothing is, and it downloads all.
+fn private_apt(work: &Path, lines: &str, all: bool) -> anyhow::Result<Apt> {
     apt::empty(work)?;
     for dir in ["lists/partial", "cache/archives/partial", "parts"] {
         std::fs::create_dir_all(work.join(dir)).with_context(|| format!("cannot create {dir}"))?;
     }
-    let sources = work.join("sources.list");
-    std::fs::write(&sources, system.lines()).context("cannot write the private package sources")?;
+    let write = |name: &str, text: &str| {
+        let path = work.join(name);
+        std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        anyhow::Ok(path)
+    };
     let option = |key: &str, path: PathBuf| format!("{key}={}", path.display());
-    Ok(Apt::with_options(vec![
-        option("Dir::Etc::sourcelist", sources),
+    let mut options = vec![
+        option("Dir::Etc::sourcelist", write("sources.list", lines)?),
         option("Dir::Etc::sourceparts", work.join("parts")),
         option("Dir::State::lists", work.join("lists")),
         option("Dir::Cache", work.join("cache")),
-    ]))
-}
-
-/// A script that becomes QEMU, so that the process id of one is that of the other. Newer or missing
-/// libraries come first; the firmware is looked up in the unpacked tree, then in the system's (for
-/// what was not downloaded).
-fn write_wrapper(path: &Path) -> anyhow::Result<()> {
-    let script = format!(
-        "#!/bin/sh\n\
-         # QEMU 10, unpacked by `make qemu`.\n\
-         root=$(dirname \"$(readlink -f \"$0\")\")/root\n\
-         export LD_LIBRARY_PATH=\"$root/{LIBRARIES}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\"\n\
-         export QEMU_MODULE_DIR=\"$root/{LIBRARIES}/qemu\"\n\
-         exec \"$root/usr/bin/{BINARY}\" -L \"$root/usr/share/qemu\" \
-         -L \"$root/usr/share/seabios\" \\\n\
-         \x20   -L /usr/share/qemu -L /usr/share/seabios -L /usr/lib/ipxe/qemu \"$@\"\n"
-    );
-    std::fs::write(path, script).with_context(|| format!("cannot write {}", path.display()))?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755))
-        .with_context(|| format!("cannot make {} a program", path.display()))
+    ];
+    if all {
+        options.push(option("Dir::State::status", write("status", "")?));
+    }
+    Ok(Apt::with_options(options))
 }

@@ -50,10 +50,16 @@ impl QemuBuild {
         Self::at(Path::new(BINARY))
     }
 
-    /// The newer one that `make qemu` unpacks.
+    /// QEMU 10, which `make qemu` unpacks.
     #[must_use]
     pub fn unpacked() -> Option<Self> {
         Self::at(&target_dir().join("qemu-10.0").join(BINARY))
+    }
+
+    /// The newest that `make qemu` found, which it unpacks, too.
+    #[must_use]
+    pub fn newest() -> Option<Self> {
+        Self::at(&target_dir().join("qemu-newest").join(BINARY))
     }
 }
 
@@ -64,17 +70,30 @@ impl fmt::Display for QemuBuild {
     }
 }
 
+/// Those that there should be, oldest first, each with its name.
+fn wanted() -> [(&'static str, Option<QemuBuild>); 3] {
+    [
+        ("the system's own", QemuBuild::installed()),
+        ("QEMU 10", QemuBuild::unpacked()),
+        ("the newest", QemuBuild::newest()),
+    ]
+}
+
 /// All usable QEMUs, the system's own first.
 #[must_use]
 pub fn builds() -> Vec<QemuBuild> {
-    let mut found: Vec<_> =
-        [QemuBuild::installed(), QemuBuild::unpacked()].into_iter().flatten().collect();
+    found(wanted())
+}
+
+/// Those that there are, each version once.
+fn found(wanted: [(&str, Option<QemuBuild>); 3]) -> Vec<QemuBuild> {
+    let mut found: Vec<_> = wanted.into_iter().filter_map(|(_, build)| build).collect();
     found.dedup_by(|a, b| a.version == b.version);
     found
 }
 
 /// The QEMUs that the test `test` can run with. What is missing is told aloud, with the reason: the
-/// guest, all QEMUs, or one of the two.
+/// guest, all QEMUs, or some of the three.
 #[must_use]
 pub fn builds_for(test: &str) -> Vec<QemuBuild> {
     if let Err(missing) = GuestFiles::find() {
@@ -85,8 +104,8 @@ pub fn builds_for(test: &str) -> Vec<QemuBuild> {
 }
 
 /// The QEMU that the test `test` runs with, for a test that holds for each: the same one in every
-/// run, and the other one for half of the tests. All of them where GODWIT_EACH_QEMU is set, which
-/// takes nearly twice as long.
+/// run, and each for a third of the tests. All of them where GODWIT_EACH_QEMU is set, which takes
+/// nearly three times as long.
 #[must_use]
 pub fn builds_in_turn_for(test: &str) -> Vec<QemuBuild> {
     in_turn(test, builds_for(test))
@@ -109,13 +128,13 @@ fn turn_of(test: &str, count: usize) -> usize {
     sum % count.max(1)
 }
 
-/// All usable QEMUs; which of the two is missing is told aloud.
+/// All usable QEMUs; which of them are missing is told aloud.
 pub(crate) fn told_builds(test: &str) -> Vec<QemuBuild> {
-    let found = builds();
-    if let Some(why) = missing(&found, QemuBuild::unpacked().is_some()) {
+    let wanted = wanted();
+    if let Some(why) = missing(&wanted) {
         skip(test, why);
     }
-    found
+    found(wanted)
 }
 
 /// Those of `builds` that the test `test` can run with since it needs version `major`. If there are
@@ -135,16 +154,14 @@ fn too_old(major: u32, builds: &[QemuBuild]) -> Option<String> {
         .then(|| format!("{newest} is older than QEMU {major}: run `make qemu` for QEMU 10"))
 }
 
-/// Why a test runs with fewer QEMUs than the two that there should be; `unpacked`: the newer one is
-/// there.
-fn missing(found: &[QemuBuild], unpacked: bool) -> Option<String> {
-    match found {
-        [] => Some("there is no QEMU: run `make qemu`".to_owned()),
-        [only] if unpacked => {
-            Some(format!("there is no QEMU but {only}: run `make qemu` for the system's own"))
-        }
-        [only] => Some(format!("there is no QEMU but {only}: run `make qemu` for QEMU 10")),
-        _ => None,
+/// Why a test runs with fewer QEMUs than there should be.
+fn missing(wanted: &[(&str, Option<QemuBuild>)]) -> Option<String> {
+    let missing: Vec<_> =
+        wanted.iter().filter(|(_, build)| build.is_none()).map(|(name, _)| *name).collect();
+    match missing.len() {
+        0 => None,
+        all if all == wanted.len() => Some("there is no QEMU: run `make qemu`".to_owned()),
+        _ => Some(format!("no QEMU that is {}: run `make qemu`", missing.join(" or "))),
     }
 }
 
@@ -154,13 +171,19 @@ mod tests {
 
     #[test]
     fn a_qemu_that_is_missing_is_told_of() {
-        // Mutation: a test that has one QEMU where there should be two says nothing.
+        // Mutation: a test that has one QEMU where there should be three says nothing.
         let qemu = |major| QemuBuild { program: PathBuf::from("qemu"), version: (major, 2, 0) };
-        assert_eq!(missing(&[qemu(7), qemu(10)], true), None);
-        let told = missing(&[qemu(7)], false).unwrap();
-        assert!(told.contains("no QEMU but QEMU 7.2.0") && told.contains("for QEMU 10"), "{told}");
-        assert!(missing(&[qemu(10)], true).unwrap().contains("for the system's own"));
-        assert!(missing(&[], false).unwrap().contains("there is no QEMU: run"));
+        let wanted = |own, ten, newest| {
+            let of = |name, major| (name, (major > 0).then(|| qemu(major)));
+            [of("the system's own", own), of("QEMU 10", ten), of("the newest", newest)]
+        };
+        assert_eq!(missing(&wanted(7, 10, 11)), None);
+        let told = |own, ten, newest| missing(&wanted(own, ten, newest)).unwrap();
+        assert_eq!(told(7, 0, 11), "no QEMU that is QEMU 10: run `make qemu`");
+        assert!(told(0, 10, 0).contains("the system's own or the newest"));
+        assert!(told(0, 0, 0).contains("there is no QEMU: run"));
+        // Where the system's own is the newest it is one.
+        assert_eq!(found(wanted(7, 11, 11)), [qemu(7), qemu(11)]);
         assert_eq!(too_old(8, &[qemu(7), qemu(10)]), None);
         assert!(too_old(8, &[qemu(7)]).unwrap().contains("QEMU 7.2.0 is older than QEMU 8"));
         // Without any, that was told already.
@@ -170,8 +193,10 @@ mod tests {
 
     #[test]
     fn tests_take_turns_with_the_qemus_there_are() {
-        let of_two: usize = (0..100).map(|test| turn_of(&format!("test_{test}"), 2)).sum();
-        assert!((30..70).contains(&of_two), "{of_two}");
+        for one in 0..3 {
+            let of = (0..150).filter(|test| turn_of(&format!("test_{test}"), 3) == one).count();
+            assert!((35..65).contains(&of), "{of}");
+        }
         assert_eq!(turn_of("one", 2), turn_of("one", 2));
         assert_eq!((turn_of("one", 1), turn_of("one", 0)), (0, 0));
     }

@@ -31,8 +31,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use clap::Parser;
 use clap::builder::PossibleValuesParser;
+use clap::{Parser, ValueEnum};
 use godwit_bench::arguments::{at_least_once, seconds};
 use godwit_bench::report::{Better, Report, machine};
 use godwit_bench::table::{Column, Table, figure};
@@ -63,6 +63,10 @@ struct Options {
     #[arg(value_parser = PossibleValuesParser::new(Contestant::ALL.map(Contestant::name)))]
     who: Vec<String>,
 
+    /// QEMU in which guests run, and whose own migration is the peer
+    #[arg(long, value_name = "WHICH", value_enum, default_value_t = Which::Newest)]
+    qemu: Which,
+
     /// A move that is not done by then is given up, in each cell; by default what the page says
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     deadline: Option<Duration>,
@@ -82,6 +86,26 @@ struct Options {
     /// List the cells, and who is in which
     #[arg(long)]
     list: bool,
+}
+
+/// Which of the QEMUs that `make qemu` unpacks.
+#[derive(Clone, Copy, ValueEnum)]
+enum Which {
+    /// QEMU 10
+    #[value(name = "10")]
+    Ten,
+    /// The newest that it found
+    Newest,
+}
+
+impl Which {
+    fn build(self) -> anyhow::Result<QemuBuild> {
+        let (name, build) = match self {
+            Self::Ten => ("QEMU 10", QemuBuild::unpacked()),
+            Self::Newest => ("the newest QEMU", QemuBuild::newest()),
+        };
+        build.with_context(|| format!("{name} is missing: run `make qemu`"))
+    }
 }
 
 fn main() -> anyhow::Result<()> {
@@ -123,7 +147,7 @@ fn measure(options: &Options) -> anyhow::Result<()> {
         "this host gives no transparent huge pages: write madvise to \
          /sys/kernel/mm/transparent_hugepage/enabled"
     );
-    let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
+    let build = options.qemu.build()?;
     let godwit = Godwit::built()?;
     let interrupted = end_children_on_interrupt()?;
     let version = String::from_utf8(godwit.done(&["--version"])?.stdout)?.trim().to_owned();
