@@ -3,8 +3,9 @@
 //!
 //! The client pings every 5 ms over a switch. Its silence is divided: the downtime, with its parts
 //! as godwit tells them, and the time from the guest's first instruction to its first answer, in
-//! which the guest's processor either ran or waited for one of the host's. Keeps one promise: what
-//! is said of the client was seen by the client.
+//! which the guest's processor either ran or waited for one of the host's. In moves of their own,
+//! a client talks over one TCP connection instead, and counts how long it waits for an answer
+//! beyond the downtime. Keeps one promise: what is said of the client was seen by the client.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -114,9 +115,108 @@ fn measure(
         1.5,
         Better::Lower,
     );
-    let figures = json!({ "qemu_silence_ms": qemu, "godwit": medians, "moves": list });
+    let over_tcp = over_tcp(report, lan, &config, &mut source, moves)?;
+    let figures = json!({
+        "qemu_silence_ms": qemu,
+        "godwit": medians,
+        "moves": list,
+        "over_tcp": over_tcp,
+    });
     report.figure(&build.to_string(), figures);
     Ok(())
+}
+
+/// A move while a client talked over TCP, in milliseconds.
+struct Talked {
+    /// The longest time without an answer, and the downtime as the events of both QEMUs tell it.
+    silence: f64,
+    downtime: f64,
+}
+
+const TCP_TABLE: Table<[Talked; 2]> = Table(&[
+    Column { head: "QEMU", width: 8, cell: |row| figure(row[0].silence, 1) },
+    Column { head: "downtime", width: 8, cell: |row| figure(row[0].downtime, 1) },
+    Column { head: "| godwit", width: 9, cell: |row| figure(row[1].silence, 1) },
+    Column { head: "downtime", width: 8, cell: |row| figure(row[1].downtime, 1) },
+]);
+
+/// Moves by each, in turns, of the guest of `source`, with which a client talks. A connection that
+/// breaks is an error, whoever moved.
+fn over_tcp(
+    report: &mut Report,
+    lan: &Lan,
+    config: &VmConfig,
+    source: &mut TestVm,
+    moves: usize,
+) -> anyhow::Result<Value> {
+    let build = &config.build;
+    println!("\n{build}, ms: the silence of a client that talks over TCP, beside the downtime");
+    TCP_TABLE.print_head();
+    let mut rows = Vec::new();
+    for _ in 0..moves {
+        let by_qemu = talked(lan, config, source, |source, destination| {
+            own_migration(source, destination, Style::Plain, LIMIT)?
+                .switchover
+                .context("the guest was not stopped")
+        })?;
+        let godwit = Godwit::built()?;
+        let by_godwit = talked(lan, config, source, |source, destination| {
+            let (receive, address) = godwit.receive(destination, &[])?;
+            // The source is asked for its events.
+            let ended = godwit.migrate(source, &address, &["--keep-source"])?.wait(LIMIT)?;
+            ensure!(ended.last()["outcome"] == "migrated", "{} {}", ended.last(), ended.errors);
+            receive.wait(LIMIT)?;
+            let resumed = destination.qmp().wait_event("RESUME", LIMIT)?.emitted;
+            let stopped = source.qmp().wait_event("STOP", LIMIT)?.emitted;
+            resumed.checked_sub(stopped).context("the guest ran before it was stopped")
+        })?;
+        let row = [by_qemu, by_godwit];
+        TCP_TABLE.print(&row);
+        rows.push(row);
+    }
+    let middle = |who: usize, of: fn(&Talked) -> f64| {
+        median(&rows.iter().map(|row| of(&row[who])).collect::<Vec<_>>())
+    };
+    let beyond = |it: &Talked| it.silence - it.downtime;
+    report.target(
+        format!("{build}: a TCP client's silence beyond the downtime, ms"),
+        middle(1, beyond),
+        20.0,
+        Better::Lower,
+    );
+    let silence = |it: &Talked| it.silence;
+    report.target(
+        format!("{build}: a TCP client's silence, times that of QEMU's own migration"),
+        middle(1, silence) / middle(0, silence),
+        1.0,
+        Better::Lower,
+    );
+    let [qemu, godwit] = [0, 1].map(|who| {
+        json!({ "silence_ms": middle(who, silence), "beyond_downtime_ms": middle(who, beyond) })
+    });
+    Ok(json!({ "qemu": qemu, "godwit": godwit }))
+}
+
+/// What a client that talks with the guest of `source` has of it while `moves` moves it, which
+/// tells the downtime; `source` then is what it was moved to.
+fn talked(
+    lan: &Lan,
+    config: &VmConfig,
+    source: &mut TestVm,
+    moves: impl FnOnce(&mut TestVm, &mut TestVm) -> anyhow::Result<Duration>,
+) -> anyhow::Result<Talked> {
+    let mut destination = TestVm::destination(&lan.attach(config)?)?;
+    let talk = lan.talk()?;
+    talk.await_answers(ANSWERS)?;
+    source.qmp().forget_events();
+    destination.qmp().forget_events();
+    let began = Instant::now();
+    let downtime = ms(moves(source, &mut destination)?);
+    source.kill();
+    talk.await_answers(ANSWERS)?;
+    let silence = talk.finish()?.longest_silence(began, Instant::now());
+    *source = destination;
+    Ok(Talked { silence: ms(silence.context("nothing was heard")?.length()), downtime })
 }
 
 /// The client's silence, in ms, while QEMU moves the guest of `source`, which then is what it has

@@ -65,6 +65,7 @@ const WRITES_200K: Guest =
     Guest { name: "writes-200k", working_set: 256 * MIB, work: Work::Rate(200_000), ..KVM };
 const SPEED: Guest = Guest { name: "speed", working_set: 256 * MIB, work: Work::Full, ..KVM };
 const SPEED_4: Guest = Guest { name: "speed-4", cpus: 4, ..SPEED };
+const SPEED_8: Guest = Guest { name: "speed-8", cpus: 8, ..SPEED };
 const LINUX_IDLE: Guest = Guest { name: "linux-idle", accelerator: Accelerator::Tcg, ..KVM };
 const SMALL_IDLE: Guest = Guest { name: "small-idle", ..SMALL };
 const SMALL_WRITES: Guest = Guest { name: "small-writes", work: Work::Rate(500), ..SMALL };
@@ -78,6 +79,7 @@ pub(crate) struct Link {
 }
 
 const LOOP: Link = Link { name: "loop", conditions: None };
+const FAST: Link = Link { name: "10g-1ms", conditions: Some((10_000, 1, 0.0)) };
 const NEAR: Link = Link { name: "1g-1ms", conditions: Some((1000, 1, 0.0)) };
 const SLOW: Link = Link { name: "100m-20ms", conditions: Some((100, 20, 0.0)) };
 const LOSSY: Link = Link { name: "1g-50ms-loss", conditions: Some((1000, 50, 0.001)) };
@@ -122,7 +124,7 @@ const FAR: &[Contestant] = &[
 ];
 
 /// The grid.
-pub(crate) const CELLS: [Cell; 22] = [
+pub(crate) const CELLS: [Cell; 25] = [
     Cell { guest: &IDLE_1, link: &LOOP, contestants: CALM },
     Cell { guest: &IDLE_1_FILE, link: &LOOP, contestants: CALM },
     Cell { guest: &IDLE_8, link: &LOOP, contestants: CALM },
@@ -134,6 +136,9 @@ pub(crate) const CELLS: [Cell; 22] = [
     Cell { guest: &WRITES_200K, link: &LOOP, contestants: BUSY },
     Cell { guest: &SPEED, link: &LOOP, contestants: BUSY },
     Cell { guest: &SPEED_4, link: &LOOP, contestants: BUSY },
+    Cell { guest: &SPEED_8, link: &LOOP, contestants: BUSY },
+    Cell { guest: &IDLE_1, link: &FAST, contestants: CALM },
+    Cell { guest: &WRITES_20K, link: &FAST, contestants: BUSY },
     Cell { guest: &IDLE_1, link: &NEAR, contestants: CALM },
     Cell { guest: &FULL_4, link: &NEAR, contestants: CALM },
     Cell { guest: &WRITES_20K, link: &NEAR, contestants: BUSY },
@@ -178,7 +183,10 @@ impl Guest {
             Accelerator::Kvm => "KVM",
             _ => "Linux under TCG",
         };
-        let cpus = if self.cpus == 1 { "" } else { ", 4 vCPUs" };
+        let cpus = match self.cpus {
+            1 => String::new(),
+            cpus => format!(", {cpus} vCPUs"),
+        };
         let file =
             if self.backend == Backend::SharedFile { ", memory in a shared file" } else { "" };
         let [memory, fill, written] = [self.memory, self.fill, self.working_set].map(ByteCount);
