@@ -28,8 +28,6 @@ const LIBVIRT_DRIVER: &str =
 const BINARY: &str = "qemu-system-x86_64";
 /// Where the multi-arch libraries are inside an unpacked package.
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
-/// Where the loader of a C library of its own is.
-const LOADER: &str = "loader";
 
 /// A QEMU that is unpacked beside the installed one.
 struct Newer {
@@ -151,7 +149,7 @@ impl Newer {
         std::fs::remove_dir_all(&work)
             .with_context(|| format!("cannot remove {}", work.display()))?;
         if self.of_stable {
-            make_loader(&root)?;
+            have_own_libraries(&root)?;
         }
         let wrapper = self.wrapper();
         self.write_wrapper(&wrapper)?;
@@ -162,20 +160,13 @@ impl Newer {
     /// missing libraries come first; the firmware is looked up in the unpacked tree, then in the
     /// system's (for what was not downloaded).
     fn write_wrapper(&self, path: &Path) -> anyhow::Result<()> {
-        // With a C library of its own it is loaded by the loader of that, and nothing that it
-        // starts is to load what is not its own.
-        let (libraries, run) = if self.of_stable {
-            let run = format!(
-                "\"$root/{LOADER}/{BINARY}\" --argv0 {BINARY} \\\n\
-                 \x20   --library-path \"$root/{LIBRARIES}\" \"$root/usr/bin/{BINARY}\""
-            );
-            (String::new(), run)
+        let libraries = if self.of_stable {
+            String::new()
         } else {
-            let libraries = format!(
+            format!(
                 "export LD_LIBRARY_PATH=\
                  \"$root/{LIBRARIES}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\"\n"
-            );
-            (libraries, format!("\"$root/usr/bin/{BINARY}\""))
+            )
         };
         let name = self.name;
         let script = format!(
@@ -184,7 +175,7 @@ impl Newer {
              root=$(dirname \"$(readlink -f \"$0\")\")/root\n\
              {libraries}\
              export QEMU_MODULE_DIR=\"$root/{LIBRARIES}/qemu\"\n\
-             exec {run} \\\n\
+             exec \"$root/usr/bin/{BINARY}\" \\\n\
              \x20   -L \"$root/usr/share/qemu\" -L \"$root/usr/share/seabios\" \\\n\
              \x20   -L /usr/share/qemu -L /usr/share/seabios -L /usr/lib/ipxe/qemu \"$@\"\n"
         );
@@ -194,14 +185,21 @@ impl Newer {
     }
 }
 
-/// The loader of the C library below `root`, under QEMU's name: by that the kernel calls a process
-/// which was started through it, as any other QEMU.
-fn make_loader(root: &Path) -> anyhow::Result<()> {
-    let (loader, dir) = (root.join(LIBRARIES).join("ld-linux-x86-64.so.2"), root.join(LOADER));
-    std::fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
-    std::fs::copy(&loader, dir.join(BINARY))
-        .map(drop)
-        .with_context(|| format!("cannot copy {}", loader.display()))
+/// Has QEMU below `root` loaded by the C library there, with the libraries there: the two paths in
+/// its ELF header are all that is changed. Started through that loader it would not have the name
+/// and the command line of a QEMU, and with LD_LIBRARY_PATH whatever it starts would be given a C
+/// library that is not for it.
+fn have_own_libraries(root: &Path) -> anyhow::Result<()> {
+    let (libraries, program) = (root.join(LIBRARIES), root.join("usr/bin").join(BINARY));
+    let tool = Apt::default().unpacked(&["patchelf"], &crate::target_dir().join("patchelf"))?;
+    let mut patchelf = Command::new(tool.join("usr/bin/patchelf"));
+    patchelf.arg("--set-interpreter").arg(libraries.join("ld-linux-x86-64.so.2"));
+    // Of the program and of all that it loads, which a run path is not.
+    patchelf.arg("--force-rpath").arg("--set-rpath").arg(&libraries).arg(&program);
+    let output = patchelf.output().context("cannot run patchelf")?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "patchelf {}: {}", program.display(), said.trim());
+    Ok(())
 }
 
 /// The entry of the system's own package sources that has the release itself.

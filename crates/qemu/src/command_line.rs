@@ -13,7 +13,7 @@ pub(crate) struct Given {
     pub(crate) value: Option<String>,
 }
 
-/// The options of QEMU 7.2 to 10.0 that have no value (qemu-options.hx).
+/// The options of QEMU 7.2 to 11.1 that have no value (qemu-options.hx).
 const ALONE: [&str; 34] = [
     "S",
     "async-teardown",

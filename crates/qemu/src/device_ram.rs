@@ -5,7 +5,7 @@
 //! It goes as QEMU's own migration would send it: one section of the kind `ram`, of stream version
 //! 4, with the blocks and their lengths at its start and every page that was ever touched at its
 //! end (migration/ram.c, `ram_save_setup`, `save_zero_page_to_file` and `save_normal_page`; QEMU
-//! 7.2 to 10.0 read it alike). Only what is named there is checked and filled, so the guest's main
+//! 7.2 to 11.1 read it alike). Only what is named there is checked and filled, so the guest's main
 //! memory, which has come another way, is not.
 
 use godwit_memory::{DataHint, MemoryError, RamBlock};

@@ -3,7 +3,7 @@
 //!
 //! QMP has the same one property at a time (`qom-get`), a thousand questions for an ordinary
 //! machine. The text is for people, but `qbus_print` and `qdev_print` (softmmu/qdev-monitor.c,
-//! since 10.0 system/qdev-monitor.c) have written it alike from 7.2 to 10.0; a line that is not
+//! since 10.0 system/qdev-monitor.c) have written it alike from 7.2 to 11.1; a line that is not
 //! understood is left out on both sides.
 //!
 //! A device is found by its place: a PCI device by its address below the host bridge, a USB device

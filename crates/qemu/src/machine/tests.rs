@@ -1,6 +1,8 @@
 //! What stands against a migration, asked of a stand-in that answers as a QEMU with such devices
 //! would: most of them the host of a test has not got.
 
+use std::sync::Arc;
+
 use serde_json::{Value, json};
 
 use super::*;
@@ -44,11 +46,7 @@ fn vhost_user_devices_are_found_wherever_they_are() {
         let kind = format!("child<{kind}>");
         json!({ "name": name, "type": kind })
     };
-    let status = |transports: &[&str]| {
-        let features = json!({ "transports": transports });
-        json!({ "num-vqs": 2, "guest-features": features })
-    };
-    let told = |features: &[&str]| {
+    let told = |iommu: bool| {
         let devices = json!([device("vb0", "vhost-user-blk-pci"), device("n0", "virtio-net-pci")]);
         let answers = [
             ("/machine/peripheral", devices),
@@ -65,8 +63,8 @@ fn vhost_user_devices_are_found_wherever_they_are() {
                 json!([{ "path": "/machine/peripheral/n0/virtio-backend" },
                     { "path": "/machine/peripheral/vb0/virtio-backend" }]),
             ),
-            ("/machine/peripheral/vb0/virtio-backend", status(features)),
-            ("/machine/peripheral/n0/virtio-backend", status(&[])),
+            ("/machine/peripheral/vb0/virtio-backend iommu_platform", json!(iommu)),
+            ("/machine/peripheral/n0/virtio-backend iommu_platform", json!(false)),
         ];
         let found = machine(&answers).check_source();
         found.map(|found| {
@@ -74,9 +72,9 @@ fn vhost_user_devices_are_found_wherever_they_are() {
             found.iter().map(words).collect::<Vec<_>>().join("; ")
         })
     };
-    let found = told(&["VIRTIO_F_VERSION_1: new"]).unwrap();
+    let found = told(false).unwrap();
     assert_eq!(found, "vhost-user-blk 'vb0' false true; vhost-user-net 'net0' true false");
-    let refused = told(&["VIRTIO_F_ACCESS_PLATFORM: behind an IOMMU"]).unwrap_err().to_string();
+    let refused = told(true).unwrap_err().to_string();
     assert!(refused.contains("vhost-user-blk 'vb0'") && refused.contains("IOMMU"), "{refused}");
     // Where QEMU does not tell of queues.
     let devices = json!([device("vb0", "vhost-user-blk-pci")]);
@@ -89,6 +87,36 @@ fn vhost_user_devices_are_found_wherever_they_are() {
     assert!(refused.contains("does not tell of its queues"), "{refused}");
     let plain = json!(" \\ net0: index=0,type=user,net=10.0.2.0,restrict=off");
     assert_eq!(machine(&[("info network", plain)]).check_source().unwrap(), []);
+}
+
+#[test]
+fn a_qemu_that_would_end_for_it_is_not_asked_of_a_file_system() {
+    let asked = |version, answer: Value| {
+        let devices = json!([{ "name": "fs", "type": "child<vhost-user-fs-pci>" }]);
+        let device = "/machine/peripheral/fs/virtio-backend";
+        let iommu = format!("{device} iommu_platform");
+        let answers = [
+            ("/machine/peripheral", devices),
+            ("/machine/peripheral/fs", json!("char0")),
+            ("x-query-virtio", json!([{ "path": device }])),
+            (iommu.as_str(), json!(false)),
+            (device, answer),
+        ];
+        let stand_in = StandIn::new(&answers).of_version(version);
+        let told = Arc::clone(&stand_in.told);
+        let found = Machine::behind(Box::new(stand_in)).unwrap().check_source();
+        let told = told.lock().unwrap();
+        let asked = told.iter().any(|(command, _)| command == "x-query-virtio-status");
+        (found.map(|fronts| fronts.len()).map_err(|error| error.to_string()), asked)
+    };
+    let features =
+        |name: &str| json!({ "vhost-dev": { "protocol-features": { "protocols": [name] } } });
+    let state = "VHOST_USER_PROTOCOL_F_DEVICE_STATE: moves";
+    assert_eq!(asked((10, 0, 2), features(state)), (Ok(1), true));
+    let (found, _) = asked((10, 0, 2), features("VHOST_USER_PROTOCOL_F_MQ: many"));
+    assert!(found.unwrap_err().contains("would be lost"));
+    let (found, asked) = asked((11, 1, 2), features(state));
+    assert!(!asked && found.unwrap_err().contains("cannot be asked of this version"));
 }
 
 #[test]

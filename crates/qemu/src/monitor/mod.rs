@@ -97,7 +97,7 @@ pub enum QmpError {
     /// QEMU's answer lacks something, or has it in another form than its reference says.
     #[error(
         "{} answers {command} in a way that godwit does not know ({source}): \
-         godwit is made for QEMU 7.2 to 10.0",
+         godwit is made for QEMU 7.2 to 11.1",
         version_words(*version)
     )]
     Unclear {

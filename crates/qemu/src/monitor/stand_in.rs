@@ -11,6 +11,9 @@ use serde_json::{Value, json};
 
 use super::{Event, Handle, Monitor, Patience, QmpError, Queued, Seen, Version};
 
+/// An answer with this name in it is a refusal, in the words that it stands for.
+pub(crate) const REFUSED: &str = "refused";
+
 /// Gives the answers that it was told, by command, command line, path or path and property, and
 /// empty ones else.
 #[derive(Debug, Default)]
@@ -99,8 +102,16 @@ impl Monitor for StandIn {
     }
 
     fn answer(&mut self, queued: &Queued, _limit: Duration) -> Result<Value, QmpError> {
-        let during = queued.command.clone();
-        self.queued.pop_front().ok_or(QmpError::Closed { during })
+        let command = queued.command.clone();
+        let Some(answer) = self.queued.pop_front() else {
+            return Err(QmpError::Closed { during: command });
+        };
+        match answer[REFUSED].as_str().map(str::to_owned) {
+            Some(description) => {
+                Err(QmpError::Refused { command, class: "GenericError".to_owned(), description })
+            }
+            None => Ok(answer),
+        }
     }
 
     fn take_events(&mut self) -> Result<Vec<Event>, QmpError> {

@@ -27,7 +27,7 @@ fn what_is_missing_is_told_with_the_command_and_qemus_version() {
     assert_eq!(
         qmp.run(&QueryCpus).unwrap_err().to_string(),
         "QEMU 10.0.2 answers query-cpus-fast in a way that godwit does not know \
-         (missing field `thread-id`): godwit is made for QEMU 7.2 to 10.0"
+         (missing field `thread-id`): godwit is made for QEMU 7.2 to 11.1"
     );
     let mut qmp = monitor(&[("query-block", json!({ "what": "else" }))]);
     assert!(qmp.run(&QueryBlock).unwrap_err().to_string().contains("invalid type: map"));

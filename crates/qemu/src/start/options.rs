@@ -1,4 +1,4 @@
-//! What becomes of each of QEMU's options (qemu-options.hx of QEMU 7.2 to 10.0).
+//! What becomes of each of QEMU's options (qemu-options.hx of QEMU 7.2 to 11.1).
 
 use super::values::Kind;
 

@@ -6,7 +6,7 @@ use crate::QemuError;
 use crate::clients::Connection;
 use crate::machine::Machine;
 use crate::monitor::commands::{
-    Human, QomGet, QomList, QueryChardev, QueryVirtio, VirtioState, VirtioStatus,
+    ENDS_WHEN_ASKED, Human, QomGet, QomList, QueryChardev, QueryVirtio, VirtioState, VirtioStatus,
 };
 
 /// Devices whose back ends have no state beside the queues: all else is in the guest's memory, in
@@ -71,17 +71,25 @@ impl Front {
                  back end has finished when the guest is stopped: unplug it before the migration",
             ));
         };
-        let status = VirtioStatus { path: virtio };
-        let VirtioState { guest_features, vhost_dev, .. } = machine.qmp.run(&status)?;
-        let has = |name: &str| guest_features.transports.iter().any(|it| it.starts_with(name));
-        if has("VIRTIO_F_ACCESS_PLATFORM") || has("VIRTIO_F_IOMMU_PLATFORM") {
+        if machine.qmp.run(&QomGet::<bool>::new(virtio, "iommu_platform"))? {
             return Err(self.refused(
                 "it is behind an IOMMU (iommu_platform=on), which hides where its queues are: \
                  start the VM without",
             ));
         }
+        if self.kind != "vhost-user-fs" {
+            return Ok(());
+        }
+        if machine.qmp.version() >= ENDS_WHEN_ASKED {
+            return Err(self.refused(
+                "the files that its back end has open may be lost: whether QEMU hands them over \
+                 cannot be asked of this version, which would end for it (x-query-virtio-status): \
+                 unmount it in the guest and unplug it",
+            ));
+        }
+        let VirtioState { vhost_dev } = machine.qmp.run(&VirtioStatus { path: virtio })?;
         let features = vhost_dev.map(|dev| dev.protocol_features.to_string()).unwrap_or_default();
-        if self.kind == "vhost-user-fs" && !features.contains(DEVICE_STATE) {
+        if !features.contains(DEVICE_STATE) {
             return Err(self.refused(
                 "the files that its back end has open would be lost \
                  (VHOST_USER_PROTOCOL_F_DEVICE_STATE is missing): unmount it in the guest and \

@@ -12,7 +12,9 @@ use super::Front;
 use crate::QemuError;
 use crate::machine::Machine;
 use crate::monitor::QmpError;
-use crate::monitor::commands::{Human, VirtioQueue, VirtioQueueStatus, VirtioStatus};
+use crate::monitor::commands::{
+    Human, NOT_STARTED, QomGet, VhostQueueStatus, VirtioQueue, VirtioQueueStatus,
+};
 
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -24,9 +26,8 @@ pub(crate) struct Queues(Vec<Device>);
 struct Device {
     name: String,
     path: String,
-    queues: u16,
-    /// Its queues have the other layout (VIRTIO_F_RING_PACKED), which has no one place that tells
-    /// how far the back end is.
+    /// Its queues may have the other layout (VIRTIO_F_RING_PACKED), which has no one place that
+    /// tells how far the back end is.
     packed: bool,
 }
 
@@ -36,10 +37,8 @@ impl Queues {
         let mut devices = Vec::new();
         for front in fronts {
             let Some(path) = front.virtio.clone() else { continue };
-            let state = machine.qmp.run(&VirtioStatus { path: &path })?;
-            let transports = &state.guest_features.transports;
-            let packed = transports.iter().any(|it| it.starts_with("VIRTIO_F_RING_PACKED"));
-            devices.push(Device { name: front.to_string(), path, queues: state.num_vqs, packed });
+            let packed = machine.qmp.run(&QomGet::<bool>::new(&path, "packed"))?;
+            devices.push(Device { name: front.to_string(), path, packed });
         }
         Ok(Self(devices))
     }
@@ -55,13 +54,16 @@ impl Queues {
         let until = Instant::now() + limit;
         for device in &self.0 {
             // To ask for the queues of a back end that is at work would stop them.
-            let state = machine.qmp.run(&VirtioStatus { path: &device.path })?;
-            if state.vhost_started {
+            if device.is_at_work(machine)? {
                 let what = device.name.clone();
                 return Err(QemuError::BackEndBusy { what, requests: None, limit });
             }
-            for queue in 0..device.queues {
-                device.await_queue(machine, queue, (limit, until), gone)?;
+            let queue = |queue| VirtioQueueStatus { path: &device.path, queue };
+            let mut told = Some(machine.qmp.run(&queue(0))?);
+            for next in 1.. {
+                let Some(this) = told else { break };
+                device.await_queue(machine, &this, (limit, until), gone)?;
+                told = machine.qmp.run_if_known(&queue(next))?;
             }
         }
         Ok(())
@@ -69,15 +71,24 @@ impl Queues {
 }
 
 impl Device {
+    /// Whether the back end is at work on its queues.
+    fn is_at_work(&self, machine: &mut Machine) -> Result<bool, QmpError> {
+        match machine.qmp.run(&VhostQueueStatus { path: &self.path, queue: 0 }) {
+            Ok(_) => Ok(true),
+            Err(QmpError::Refused { description, .. }) if description.contains(NOT_STARTED) => {
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     fn await_queue(
         &self,
         machine: &mut Machine,
-        queue: u16,
+        told: &VirtioQueue,
         (limit, until): (Duration, Instant),
         gone: &dyn Fn() -> bool,
     ) -> Result<(), QemuError> {
-        let status = VirtioQueueStatus { path: &self.path, queue };
-        let told = machine.qmp.run(&status)?;
         // The guest has not set it up.
         if told.vring_num == 0 || told.vring_desc == 0 {
             return Ok(());
@@ -85,7 +96,7 @@ impl Device {
         loop {
             let used = match self.packed {
                 true => told.used_idx,
-                false => given_back(machine, &told)?,
+                false => given_back(machine, told)?,
             };
             let requests = told.last_avail_idx.wrapping_sub(used);
             if requests == 0 {
@@ -96,7 +107,7 @@ impl Device {
                 return Err(QemuError::BackEndBusy { what, requests: Some(requests), limit });
             }
             // What it has given back before it went is there by now.
-            if gone() && given_back(machine, &told)?.wrapping_add(requests) == told.last_avail_idx {
+            if gone() && given_back(machine, told)?.wrapping_add(requests) == told.last_avail_idx {
                 let what = self.name.clone();
                 return Err(QemuError::BackEndGone { what, requests });
             }
@@ -126,7 +137,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::monitor::stand_in::StandIn;
+    use crate::monitor::stand_in::{REFUSED, StandIn};
 
     /// A device that has taken `taken` requests and given `given` of them back.
     fn wait(taken: u16, given: &str, started: bool) -> Result<(), String> {
@@ -134,14 +145,23 @@ mod tests {
     }
 
     fn wait_for(taken: u16, given: &str, started: bool, gone: bool) -> Result<(), String> {
-        let queue = json!({ "vring-num": 128, "vring-desc": 4096, "vring-used": 8192,
-            "last-avail-idx": taken, "used-idx": 0, "num-vqs": 1, "vhost-started": started });
-        let answers: [(&str, Value); 2] =
-            [("/dev", queue), ("xp /1hx 0x2002", json!(format!("0000000000002002: {given}\r\n")))];
-        let mut machine = Machine::behind(Box::new(StandIn::new(&answers))).unwrap();
+        let queue = |taken| {
+            json!({ "vring-num": 128, "vring-desc": 4096, "vring-used": 8192,
+                "last-avail-idx": taken, "used-idx": 0 })
+        };
+        let used = |given: &str| json!(format!("0000000000002002: {given}\r\n"));
+        let refused = |what: &str| json!({ REFUSED: what });
+        let at_work =
+            if started { json!({}) } else { refused("Error: vhost device has not started yet") };
+        // Two queues, of which the second one is the one that is waited for.
+        let idle = vec![queue(0), queue(taken), refused("Invalid virtqueue number 2")];
+        let stand_in = StandIn::new(&[("xp /1hx 0x2002", used(given))])
+            .in_turn("x-query-virtio-vhost-queue-status", vec![at_work])
+            .in_turn("x-query-virtio-queue-status", idle)
+            .in_turn("human-monitor-command", vec![used("0x0000")]);
+        let mut machine = Machine::behind(Box::new(stand_in)).unwrap();
         let name = "vhost-user-blk 'vb0'".to_owned();
-        let queues =
-            Queues(vec![Device { name, path: "/dev".to_owned(), queues: 1, packed: false }]);
+        let queues = Queues(vec![Device { name, path: "/dev".to_owned(), packed: false }]);
         let waited = queues.await_idle(&mut machine, Duration::from_millis(20), &|| gone);
         waited.map_err(|error| error.to_string())
     }
