@@ -143,29 +143,60 @@ impl Page {
         match first {
             (found, _) if found != index => Fault::OtherPage { found },
             (_, found) if found != generation => Fault::OtherGeneration { found },
-            _ => match self.other_owner(expected, index) {
-                Some(found) => Fault::OtherPage { found },
-                None => self
-                    .lost_writes(expected, index, generation)
-                    .unwrap_or_else(|| self.first_difference(expected)),
-            },
+            _ => self
+                .zeroes_written_over(expected, generation)
+                .or_else(|| {
+                    self.other_owner(expected, index).map(|found| Fault::OtherPage { found })
+                })
+                .or_else(|| self.older_words(expected, index, generation))
+                .unwrap_or_else(|| self.first_difference(expected)),
         }
     }
 
-    /// Versions whose words are missing, where all that differs is what older ones wrote in their
-    /// places: this page was an older version, and was written again since.
-    fn lost_writes(&self, expected: &Self, index: u64, generation: u64) -> Option<Fault> {
-        let (mut first, mut count) = (u64::MAX, 0);
-        for at in (0..WORDS).filter(|&at| self.0[at] != expected.0[at]) {
+    /// How often this page was written since it was all zeroes, where that is what is wrong: its
+    /// filling has what the last versions wrote, one after the other up to this one, and zeroes.
+    fn zeroes_written_over(&self, expected: &Self, generation: u64) -> Option<Fault> {
+        let wrong = (0..WORDS).filter(|&at| self.0[at] != expected.0[at]).count() as u64;
+        let writes = TURNS.checked_sub(wrong).filter(|&writes| writes > 0)?;
+        let first = (generation + 1).checked_sub(writes).filter(|&first| first > 0)?;
+        let is_so = |at: usize| {
+            let lacks =
+                FILLING.contains(&at) && writer_of((at - FILLING.start) as u64, generation) < first;
+            self.0[at] == if lacks { 0 } else { expected.0[at] }
+        };
+        (0..WORDS).all(is_so).then_some(Fault::ZeroesWrittenOver { writes })
+    }
+
+    /// What it means that all words that differ are what earlier versions wrote in their places.
+    ///
+    /// Writes were lost if this page was one earlier version, and was written again since: the
+    /// versions that are missing follow one another, this one, which wrote the stamps, is not among
+    /// them, and that earlier version had in their places what is there. Otherwise it is torn.
+    fn older_words(&self, expected: &Self, index: u64, generation: u64) -> Option<Fault> {
+        let differing = || (0..WORDS).filter(|&at| self.0[at] != expected.0[at]);
+        // The version that a word should be of, and the earlier one that it is of.
+        let versions = |at: usize| {
             let turn = FILLING.contains(&at).then(|| (at - FILLING.start) as u64)?;
             let (lost, (owner, found)) =
                 (writer_of(turn, generation), writer_of_word(self.0[at], turn)?);
-            if owner != index || found >= lost {
-                return None;
-            }
-            (first, count) = (first.min(lost), count + 1);
+            (owner == index && found < lost).then_some((turn, lost, found))
+        };
+        let (mut first, mut last, mut newest, mut count) = (u64::MAX, 0, 0, 0);
+        for at in differing() {
+            let (_, lost, found) = versions(at)?;
+            (first, last) = (first.min(lost), last.max(lost));
+            (newest, count) = (newest.max(found), count + 1);
         }
-        Some(Fault::LostWrites { first, count })
+        // Where the first that is missing is the first that could be seen, more may be.
+        let before = if first + TURNS == generation + 1 { newest } else { first.checked_sub(1)? };
+        let of_one =
+            |at| versions(at).is_some_and(|(turn, _, found)| found == writer_of(turn, before));
+        if last < generation && last - first + 1 == count as u64 && differing().all(of_one) {
+            return Some(Fault::LostWrites { first, count });
+        }
+        let word = differing().next()?;
+        let (_, _, found) = versions(word)?;
+        Some(Fault::TornFilling { word, found, count })
     }
 
     /// The other page to which all of the filling belongs that differs: this one was written again
@@ -229,8 +260,23 @@ pub enum Fault {
         /// First, middle and last.
         generations: [u64; 3],
     },
-    /// The version written last, but words are those of earlier ones: writes were lost (or an
-    /// older copy came later), and it was written again since.
+    /// All zeroes, as [`Self::Zeroed`], and written again since.
+    ZeroesWrittenOver {
+        /// How often.
+        writes: u64,
+    },
+    /// The stamps of the version written last, but words are those of earlier ones, and not as any
+    /// one of these had them: a mixture of versions.
+    TornFilling {
+        /// The first word of an earlier version.
+        word: usize,
+        /// That version.
+        found: u64,
+        /// How many such words there are.
+        count: usize,
+    },
+    /// The version written last, but words are those of one earlier version: writes were lost (or
+    /// an older copy came later), and it was written again since.
     LostWrites {
         /// The first version that is missing.
         first: u64,
@@ -266,6 +312,17 @@ impl fmt::Display for Fault {
             Self::OtherPage { found } => write!(f, "content of page {found}"),
             Self::OtherGeneration { found } => write!(f, "generation {found}"),
             Self::Torn { generations: [a, b, c] } => write!(f, "torn: generations {a}, {b}, {c}"),
+            Self::ZeroesWrittenOver { writes: 1 } => write!(f, "all zeroes, written once since"),
+            Self::ZeroesWrittenOver { writes } => {
+                write!(f, "all zeroes, written {writes} times since")
+            }
+            Self::TornFilling { word, found, count: 1 } => {
+                write!(f, "torn: word {word} is of generation {found}")
+            }
+            Self::TornFilling { word, found, count } => write!(
+                f,
+                "torn: {count} words are of earlier generations, the first, word {word}, of {found}"
+            ),
             Self::LostWrites { first, count: 1 } => write!(f, "lost write of generation {first}"),
             Self::LostWrites { first, count } => {
                 write!(f, "lost writes of {count} generations, the first {first}")
@@ -411,6 +468,114 @@ mod tests {
             assert!(stale.stamps_match(5, 300));
             assert_eq!(stale.inspect(5, 300).unwrap_err().to_string(), said);
         }
+    }
+
+    #[test]
+    fn a_page_whose_last_write_is_missing_below_its_stamps_is_torn() {
+        // The stamps are of 300, which wrote word 50: who wrote these also wrote that.
+        let mut torn = written(5, 300);
+        torn.0[50] = written(5, 299).0[50];
+        let fault = torn.inspect(5, 300).unwrap_err();
+        assert_eq!(fault, Fault::TornFilling { word: 50, found: 47, count: 1 });
+        assert_eq!(fault.to_string(), "torn: word 50 is of generation 47");
+        // The same with the versions before it.
+        torn.0[40..56].copy_from_slice(&written(5, 289).0[40..56]);
+        let fault = torn.inspect(5, 300).unwrap_err();
+        assert_eq!(fault, Fault::TornFilling { word: 40, found: 37, count: 11 });
+        assert_eq!(
+            fault.to_string(),
+            "torn: 11 words are of earlier generations, the first, word 40, of 37"
+        );
+    }
+
+    #[test]
+    fn a_page_that_lacks_versions_here_and_there_is_torn() {
+        let mut torn = written(5, 300);
+        // Versions 290 and 292.
+        for word in [40, 42] {
+            torn.0[word] = written(5, 289).0[word];
+        }
+        let fault = torn.inspect(5, 300);
+        assert_eq!(fault, Err(Fault::TornFilling { word: 40, found: 37, count: 2 }));
+    }
+
+    #[test]
+    fn a_page_with_words_that_no_one_version_had_is_torn() {
+        // Versions 290 to 297 are missing, and before them those of 37 to 44 would be there.
+        let mut torn = written(5, 300);
+        torn.0[40..48].copy_from_slice(&written(5, 10).0[40..48]);
+        let fault = torn.inspect(5, 300);
+        assert_eq!(fault, Err(Fault::TornFilling { word: 40, found: 0, count: 8 }));
+        // Nothing of the first 253 versions is left to be seen: parts of two of them are there.
+        let mut torn = written(5, 400);
+        torn.0[FILLING].copy_from_slice(&written(5, 100).0[FILLING]);
+        torn.0[3..50].copy_from_slice(&written(5, 20).0[3..50]);
+        (380..=400).for_each(|generation| torn.restamp(5, generation));
+        let fault = torn.inspect(5, 400);
+        assert!(matches!(fault, Err(Fault::TornFilling { word: 3, .. })), "{fault:?}");
+    }
+
+    #[test]
+    fn lost_writes_are_named_however_many_and_whenever() {
+        for (old, since, now) in [
+            (0, 2, 2),
+            (0, 250, 260),
+            (3, 255, 256),
+            (100, 380, 400),
+            (252, 254, 300),
+            (1, 254, 260),
+        ] {
+            let mut stale = written(5, old);
+            (since..=now).for_each(|generation| stale.restamp(5, generation));
+            // Of the versions that are missing, those that could still be seen.
+            let first = (old + 1).max((now + 1).saturating_sub(TURNS));
+            let count = (since - first) as usize;
+            let expected = Err(Fault::LostWrites { first, count });
+            assert_eq!(stale.inspect(5, now), expected, "{old}, then {since} to {now}");
+        }
+    }
+
+    #[test]
+    fn a_page_of_zeroes_is_named_also_when_it_was_written_since() {
+        // Cause: the guest wrote a page before it looked, and told of 252 words that differ.
+        for generation in [1, 2, 252, 253, 300, 1000] {
+            for (writes, said) in
+                [(1, "all zeroes, written once since"), (2, "all zeroes, written 2 times since")]
+            {
+                if writes > generation {
+                    continue;
+                }
+                let mut zeroed = Page([0; WORDS]);
+                let first = generation + 1 - writes;
+                (first..=generation).for_each(|generation| zeroed.restamp(5, generation));
+                assert!(zeroed.stamps_match(5, generation));
+                assert_eq!(zeroed.inspect(5, generation).unwrap_err().to_string(), said);
+            }
+        }
+    }
+
+    #[test]
+    fn zeroes_in_a_part_of_a_page_are_no_page_of_zeroes() {
+        // A sector; and all of the filling, with the last write's word.
+        for part in [64..128, FILLING] {
+            let mut page = written(5, 300);
+            let count = part.len();
+            page.0[part].fill(0);
+            let fault = page.inspect(5, 300).unwrap_err();
+            assert!(
+                matches!(fault, Fault::Words { count: found, .. } if found == count),
+                "{fault:?}"
+            );
+        }
+        // Zeroes elsewhere than the last writes left them.
+        let mut page = Page([0; WORDS]);
+        page.restamp(5, 299);
+        page.restamp(5, 300);
+        page.0[FILLING.start + (299 % TURNS) as usize] = 0;
+        page.0[FILLING.start + (290 % TURNS) as usize] =
+            written(5, 300).0[FILLING.start + (290 % TURNS) as usize];
+        let fault = page.inspect(5, 300).unwrap_err();
+        assert!(matches!(fault, Fault::Words { count: 251, .. }), "{fault:?}");
     }
 
     #[test]
