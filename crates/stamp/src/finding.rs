@@ -47,6 +47,8 @@ pub struct Expected {
     pub zeroes: bool,
     /// The version.
     pub wanted: Wanted,
+    /// The last version before that one that was zeroes, if there is one and it is known.
+    pub zeroes_before: Option<u64>,
     /// When that version was written, in nanoseconds since 1970, if known.
     pub nanos: Option<u64>,
 }
@@ -78,8 +80,14 @@ pub enum Kind {
     Torn,
     /// Some bits changed.
     FlippedBits,
-    /// Zeroes where there should be a stamp.
+    /// Zeroes where there should be a stamp, of a unit that never was zeroes, as far as is known.
     Zeroed,
+    /// Zeroes where there should be a stamp, of a unit that was zeroes before: what was written
+    /// since was lost, or the zeroes came once more, or late.
+    ZeroesAgain,
+    /// A stamp where a discard or zeroes were written last, which were never read back: they did
+    /// not arrive.
+    ZeroesLost,
     /// Nothing that `godwit-stamp` wrote.
     NotStamped,
 }
@@ -97,6 +105,8 @@ impl Kind {
             Self::Torn => "torn",
             Self::FlippedBits => "flipped bits",
             Self::Zeroed => "zeroed",
+            Self::ZeroesAgain => "zeroes again",
+            Self::ZeroesLost => "zeroes lost",
             Self::NotStamped => "not stamped",
         }
     }
@@ -145,8 +155,9 @@ pub struct Finding {
 /// let mut unit = Unit::ZERO;
 /// unit.stamp(&stamp);
 /// let wanted = Wanted::Exactly { generation: 6, zero: false, seen: false };
-/// let expected =
-///     Expected { run: 1, device: 0, unit: 10, zeroes: false, wanted, nanos: None };
+/// let expected = Expected {
+///     run: 1, device: 0, unit: 10, zeroes: false, wanted, zeroes_before: None, nanos: None,
+/// };
 /// assert_eq!(diagnose(&unit, &expected), Ok(Fit::Exact));
 ///
 /// let wanted = Wanted::Exactly { generation: 7, zero: false, seen: false };
@@ -205,6 +216,7 @@ impl<'a> Look<'a> {
                 Some(Kind::Misplaced)
             }
             Ok(_) => None,
+            Err(Damage::Zeroed) if self.expected.zeroes_before.is_some() => Some(Kind::ZeroesAgain),
             Err(Damage::Zeroed) => Some(Kind::Zeroed),
             Err(Damage::NotStamped) => Some(Kind::NotStamped),
             Err(Damage::Torn { .. }) => Some(Kind::Torn),
@@ -218,7 +230,10 @@ impl<'a> Look<'a> {
         };
         // Zeroes may be what was acknowledged, or what was under way.
         let zeroes = may_be_zero(self.expected);
-        let misfit = |at: usize| self.misfit(at).filter(|kind| !(zeroes && *kind == Kind::Zeroed));
+        let misfit = |at: usize| {
+            let is_zero = self.sectors[at] == Err(Damage::Zeroed);
+            self.misfit(at).filter(|_| !(zeroes && is_zero))
+        };
         if let Some(at) = (0..SECTORS).find(|&at| misfit(at).is_some()) {
             let wrong = (0..SECTORS).filter(|&at| misfit(at).is_some()).count();
             return Err(self.finding(misfit(at).unwrap_or(Kind::Torn), at, wrong));
@@ -228,7 +243,8 @@ impl<'a> Look<'a> {
         let old = |at: usize| self.sectors[at].is_ok_and(|stamp| stamp.generation < least);
         if let Some(at) = (0..SECTORS).find(|&at| old(at)) {
             let wrong = (0..SECTORS).filter(|&at| old(at)).count();
-            return Err(self.finding(Kind::LostWrite, at, wrong));
+            let kind = if zero { Kind::ZeroesLost } else { Kind::LostWrite };
+            return Err(self.finding(kind, at, wrong));
         }
         let exact = |found: &Result<Stamp, Damage>| {
             found.is_ok_and(|stamp| !zero && stamp.generation == generation)
@@ -261,6 +277,7 @@ impl<'a> Look<'a> {
         let kind = match (greatest > generation, seen) {
             (true, _) => Kind::Newer,
             (false, true) => Kind::Stale,
+            (false, false) if zero => Kind::ZeroesLost,
             (false, false) => Kind::LostWrite,
         };
         Err(self.finding(kind, first, count))
@@ -321,7 +338,10 @@ impl Told<'_> {
             Found::Mixed(least, greatest) => {
                 format!("sectors of generations {least} to {greatest}")
             }
-            Found::Damage(Damage::Zeroed) => "zeroes".to_owned(),
+            Found::Damage(Damage::Zeroed) => match self.finding.expected.zeroes_before {
+                Some(generation) => format!("zeroes, as generation {generation} was"),
+                None => "zeroes".to_owned(),
+            },
             Found::Damage(Damage::NotStamped) => "nothing that a run wrote".to_owned(),
             Found::Damage(Damage::Torn { word }) => {
                 format!("another version from byte {} of the sector on", word * 8)

@@ -99,6 +99,8 @@ pub struct Journal {
     pub header: Header,
     /// The version acknowledged last, and whether it is zeroes, by device and unit.
     pub acknowledged: BTreeMap<(u16, u64), (u64, bool)>,
+    /// The last version that was zeroes, of the units that had such a one.
+    pub zeroed: BTreeMap<(u16, u64), u64>,
     /// The run ended by itself: nothing is newer.
     pub ended: bool,
 }
@@ -136,7 +138,8 @@ impl Journal {
             return Err(NoJournal::Header);
         }
         let header = Header { run: head[1], zeroes: head[3] != 0, spans: head[4..].to_vec() };
-        let mut journal = Self { header, acknowledged: BTreeMap::new(), ended: false };
+        let mut journal =
+            Self { header, acknowledged: BTreeMap::new(), zeroed: BTreeMap::new(), ended: false };
         for (at, record) in (0_u64..).zip(words[length + 1..].as_chunks::<3>().0) {
             let &[place, version, check] = record;
             if check != sum([journal.header.run, at, place, version]) {
@@ -147,6 +150,10 @@ impl Journal {
                 let unit = (((place >> 48) as u16), place & ((1 << 48) - 1));
                 let newest = journal.acknowledged.entry(unit).or_default();
                 *newest = (*newest).max((version >> 1, version & 1 != 0));
+                if version & 1 != 0 {
+                    let zeroed = journal.zeroed.entry(unit).or_default();
+                    *zeroed = (*zeroed).max(version >> 1);
+                }
             }
         }
         Ok(journal)
@@ -175,6 +182,7 @@ mod tests {
         assert_eq!(journal.header, header());
         let expected = [((1, 5), (3, false)), ((1, (1 << 48) - 1), (2, true))];
         assert_eq!(journal.acknowledged, BTreeMap::from(expected));
+        assert_eq!(journal.zeroed, BTreeMap::from([((1, (1 << 48) - 1), 2)]));
         assert!(!journal.ended);
         writer.end(&mut bytes);
         assert!(Journal::read(&bytes).unwrap().ended);

@@ -9,7 +9,10 @@ const BUSY: u64 = 1;
 const ZERO: u64 = 2;
 const SEEN: u64 = 4;
 const TOLD: u64 = 8;
-const SHIFT: u32 = 4;
+/// Bits that say how many versions ago the unit was zeroes; 0: never, or longer ago than they can.
+const ZEROES_AGO: u32 = 4;
+const MOST_AGO: u64 = 255;
+const SHIFT: u32 = 12;
 
 /// What a unit should be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +35,13 @@ impl State {
     #[must_use]
     pub fn zero(self) -> bool {
         self.0 & ZERO != 0
+    }
+
+    /// The last version before this one that was zeroes, if it is one of the 255 before it.
+    #[must_use]
+    pub fn zeroes_before(self) -> Option<u64> {
+        let ago = self.0 >> ZEROES_AGO & MOST_AGO;
+        (ago > 0).then(|| self.generation() - ago)
     }
 
     /// This version was read back.
@@ -118,7 +128,11 @@ impl Table {
     #[inline]
     pub fn finish(&self, unit: u64, generation: u64, zero: bool, millis: u32) {
         self.millis[unit as usize].store(millis, Ordering::Relaxed);
-        let state = generation << SHIFT | if zero { ZERO } else { 0 };
+        let before = self.state(unit);
+        let zeroes = if before.zero() { Some(before.generation()) } else { before.zeroes_before() };
+        let ago = zeroes.map(|zeroes| generation - zeroes).filter(|ago| *ago <= MOST_AGO);
+        let flag = if zero { ZERO } else { 0 };
+        let state = generation << SHIFT | ago.unwrap_or(0) << ZEROES_AGO | flag;
         self.states[unit as usize].store(state, Ordering::SeqCst);
     }
 
@@ -167,5 +181,27 @@ mod tests {
         );
         assert_eq!(table.written_millis(1), 9);
         assert_eq!(table.state(0).generation(), 0);
+    }
+
+    #[test]
+    fn it_is_known_which_version_was_zeroes() {
+        let table = Table::new(2);
+        let write = |zero| {
+            let generation = table.begin(1);
+            table.finish(1, generation, zero, 0);
+            table.state(1).zeroes_before()
+        };
+        assert_eq!([write(false), write(true)], [None, None]);
+        assert_eq!([write(false), write(false)], [Some(2), Some(2)]);
+        // Of zeroes too, those before them.
+        assert_eq!([write(true), write(true), write(false)], [Some(2), Some(5), Some(6)]);
+        assert_eq!(table.begin(1), 8);
+        assert_eq!(table.state(1).zeroes_before(), Some(6), "while it is written");
+        table.finish(1, 8, false, 0);
+        for generation in 9..=6 + MOST_AGO {
+            assert_eq!(write(false), Some(6), "{generation}");
+        }
+        assert_eq!([write(false), write(false)], [None, None]);
+        assert_eq!(table.state(1).generation(), 8 + MOST_AGO);
     }
 }

@@ -33,6 +33,7 @@ fn expected(wanted: Wanted) -> Expected {
         unit: 5,
         zeroes: false,
         wanted,
+        zeroes_before: None,
         nanos: Some(NOW - 3_000_000_000),
     }
 }
@@ -68,9 +69,9 @@ fn an_older_version_is_a_lost_write_until_the_newer_was_seen() {
 }
 
 #[test]
-fn a_stamp_where_zeroes_were_written_is_a_lost_write_too() {
+fn a_stamp_where_zeroes_were_written_says_that_these_are_lost_until_they_were_seen() {
     for generation in [6, 7] {
-        for (seen, kind) in [(false, Kind::LostWrite), (true, Kind::Stale)] {
+        for (seen, kind) in [(false, Kind::ZeroesLost), (true, Kind::Stale)] {
             let zero = expected(Wanted::Exactly { generation: 7, zero: true, seen });
             assert_eq!(diagnose(&unit(5, generation), &zero).unwrap_err().kind, kind);
         }
@@ -143,6 +144,28 @@ fn zeroes_are_told_wherever_no_run_makes_them() {
 }
 
 #[test]
+fn zeroes_that_a_unit_was_before_are_told_from_those_that_it_never_was() {
+    let before = Expected { zeroes: true, zeroes_before: Some(4), ..exactly(7) };
+    let again = diagnose(&Unit::ZERO, &before).unwrap_err();
+    assert_eq!((again.kind, again.sector, again.sectors), (Kind::ZeroesAgain, 40, 8));
+    assert_eq!(
+        told(&again),
+        "BUG zeroes again: /dev/vdb sector 40 (byte 20480; 8 of its unit's 8): expected generation \
+         7, written 3.000 s ago; found zeroes, as generation 4 was"
+    );
+    // One sector of it, too.
+    let mut one = unit(5, 7);
+    one.0[3] = Unit::ZERO.0[3].clone();
+    let again = diagnose(&one, &before).unwrap_err();
+    assert_eq!((again.kind, again.sector, again.sectors), (Kind::ZeroesAgain, 43, 1));
+    let never = Expected { zeroes_before: None, ..before };
+    assert_eq!(diagnose(&Unit::ZERO, &never).unwrap_err().kind, Kind::Zeroed);
+    // Where a run was cut off zeroes may have been under way.
+    let wanted = Wanted::AtLeast { generation: 7, zero: false };
+    assert_eq!(diagnose(&one, &Expected { wanted, ..before }), Ok(Fit::UnderWay));
+}
+
+#[test]
 fn a_cut_off_run_leaves_what_was_acknowledged_or_newer() {
     let at_least = expected(Wanted::AtLeast { generation: 6, zero: false });
     assert_eq!(diagnose(&unit(5, 6), &at_least), Ok(Fit::Exact));
@@ -164,7 +187,11 @@ fn zeroes_that_were_acknowledged_do_not_come_back_as_data() {
     let zero = Expected { zeroes: true, ..expected(Wanted::AtLeast { generation: 6, zero: true }) };
     assert_eq!(diagnose(&Unit::ZERO, &zero), Ok(Fit::Exact));
     assert_eq!(diagnose(&unit(5, 7), &zero), Ok(Fit::UnderWay));
-    assert_eq!(diagnose(&unit(5, 6), &zero).unwrap_err().kind, Kind::LostWrite);
+    let lost = diagnose(&unit(5, 6), &zero).unwrap_err();
+    assert_eq!(lost.kind, Kind::ZeroesLost);
+    let line = told(&lost);
+    let words = "expected zeroes, as generation 6, which an fsync acknowledged, or a newer; found";
+    assert!(line.starts_with("BUG zeroes lost: ") && line.contains(words), "{line}");
     let data =
         Expected { zeroes: true, ..expected(Wanted::AtLeast { generation: 6, zero: false }) };
     assert_eq!(diagnose(&Unit::ZERO, &data), Ok(Fit::UnderWay));

@@ -442,6 +442,48 @@ fn a_crash_is_told_from_corruption() {
 }
 
 #[test]
+fn a_check_names_zeroes_that_came_again_and_zeroes_that_were_lost() {
+    let folder = Folder::new("zeroes");
+    let (path, journal) = (folder.file("file", 1), folder.path("journal"));
+    let run = Running::start(&[
+        "--destroy-data",
+        &path,
+        "--journal",
+        &journal,
+        "--size",
+        "4KiB",
+        "--write-zeroes",
+        "50",
+        "--writes",
+        "4MiB",
+    ]);
+    run.line_with("all of --writes");
+    assert_eq!(run.end(Signal::TERM), Some(0));
+    let said = godwit_stamp::journal::Journal::read(&fs::read(&journal).unwrap()).unwrap();
+    let unit = |zero: bool| {
+        let mut all = said.acknowledged.iter();
+        let found = all.find(|(unit, version)| version.1 == zero && said.zeroed.contains_key(unit));
+        found.map(|(unit, version)| (unit.1, version.0)).unwrap()
+    };
+    let ((stamped, _), (zero, generation)) = (unit(false), unit(true));
+    let check = |expected: &str| {
+        let output = stamp(&["check", &path, "--journal", &journal]);
+        assert_eq!(code(&output), Some(3), "{}", text(&output));
+        assert!(text(&output).contains(expected), "{expected}: {}", text(&output));
+    };
+    let good = read_unit(&path, stamped);
+    put_unit(&path, stamped, &Unit::ZERO);
+    check(&format!("BUG zeroes again: {path} sector {} ", stamped * 8));
+    put_unit(&path, stamped, &good);
+    let mut old = Unit::ZERO;
+    let sector = zero * SECTORS as u64;
+    let stamp = Stamp { sector, generation: generation - 1, ..good.0[0].read().unwrap() };
+    old.stamp(&stamp);
+    put_unit(&path, zero, &old);
+    check(&format!("BUG zeroes lost: {path} sector {sector} "));
+}
+
+#[test]
 fn ctrl_c_ends_a_run_in_good_order() {
     let folder = Folder::new("interrupted");
     let (path, journal) = (folder.file("file", 2), folder.path("journal"));

@@ -156,7 +156,8 @@ impl Look<'_> {
             return;
         };
         let (run, zeroes) = (stamped.run, stamped.zeroes);
-        let expected = Expected { run, device, unit, zeroes, wanted, nanos: None };
+        let zeroes_before = self.zeroes_before(device, unit, wanted);
+        let expected = Expected { run, device, unit, zeroes, wanted, zeroes_before, nanos: None };
         match diagnose(content, &expected) {
             Ok(Fit::Exact) => {}
             Ok(Fit::UnderWay) => self.under_way += 1,
@@ -172,6 +173,13 @@ impl Look<'_> {
         } else {
             Wanted::AtLeast { generation, zero }
         })
+    }
+
+    /// The last zeroes of a unit before the version that it should be.
+    fn zeroes_before(&self, device: u16, unit: u64, wanted: Wanted) -> Option<u64> {
+        let Wanted::Exactly { generation, .. } = wanted else { return None };
+        let zeroed = *self.journal?.zeroed.get(&(device, unit))?;
+        (zeroed < generation).then_some(zeroed)
     }
 
     fn result(mut self, signals: &Signals) -> Outcome {

@@ -298,6 +298,7 @@ impl<'a> Run<'a> {
             unit,
             zeroes: zeroes(self.arguments),
             wanted,
+            zeroes_before: state.zeroes_before(),
             nanos: Some(self.epoch + millis * 1_000_000),
         };
         match godwit_stamp::finding::diagnose(content, &expected) {
