@@ -142,13 +142,15 @@ impl Worker {
                 writes -= 1;
             }
             if reads > 0 {
-                let bug = self.workload.read()?;
-                self.told(bug);
+                for bug in self.workload.read()? {
+                    self.tell(&bug);
+                }
                 self.latency.reads += 1;
                 reads -= 1;
             }
-            let bug = self.workload.check();
-            self.told(bug);
+            if let Some(bug) = self.workload.check() {
+                self.tell(&bug);
+            }
             if writes + reads == 0 {
                 std::thread::sleep(IDLE_SLEEP);
             }
@@ -156,8 +158,7 @@ impl Worker {
         }
     }
 
-    fn told(&mut self, bug: Option<DiskBug>) {
-        let Some(bug) = bug else { return };
+    fn tell(&mut self, bug: &DiskBug) {
         self.bugs.fetch_add(1, Ordering::Relaxed);
         self.told += 1;
         if self.told <= BUGS_IN_FULL {
