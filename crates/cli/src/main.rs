@@ -7,6 +7,7 @@
 extern crate godwit_terminal;
 
 mod at_switchover;
+mod audit;
 mod deadline;
 mod doctor;
 mod evacuate;
@@ -47,9 +48,8 @@ use tracing_subscriber::filter::Targets;
 
 /// What stands below the list of commands. With that it fits on one screen.
 const BELOW: &str = "\
-Start `godwit receive` beside the destination's VM, then `godwit migrate` beside
-the source's. Until the handover a failure leaves the guest there. Exit codes: 0
-done; 1 failed; 2 usage; 3 operator needed; 4 microvm's guest died; 130 Ctrl-C.
+Until the handover a failure leaves the guest at its source. Exit codes: 0 done;
+1 failed; 2 usage; 3 operator needed; 4 microvm's guest died; 130 Ctrl-C.
 ";
 
 /// Live-migrates running virtual machines, exactly and without losing one.
@@ -80,8 +80,16 @@ struct Arguments {
 enum Command {
     /// Move the guest of a VM here to where `godwit receive` listens.
     Migrate(migrate::Arguments),
-    /// Take a guest into a VM on this host that waits for one.
+    /// Take a guest into a VM here that waits for one: start this first.
     Receive(receive::Arguments),
+    /// Migrate, and compare all of both sides before the handover.
+    ///
+    /// For who hunts a bug: `godwit migrate --audit`. The guest stands still at its source while
+    /// each page of both sides, of memory and of the disks that move along, is compared with what
+    /// was sent of it, for as long as both need to read all of that. Four questions are answered
+    /// apart: did memory arrive as it was sent, did the disks, was everything sent, and did it
+    /// arrive in order. Where a page differs, the first is explained and the guest stays.
+    Audit(audit::Arguments),
     /// Change the QEMU under a guest that goes on, on this host.
     Upgrade(upgrade::Arguments),
     /// Show the VMs of this host, and whether they could move.
@@ -153,6 +161,7 @@ fn main() -> ExitCode {
     match arguments.command {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),
+        Command::Audit(arguments) => audit::run(&arguments),
         Command::Upgrade(arguments) => upgrade::run(&arguments),
         Command::List(arguments) => list::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
@@ -212,6 +221,7 @@ mod tests {
         for line in [
             "godwit --help",
             "godwit migrate --help",
+            "godwit audit --help",
             "godwit receive --help",
             "godwit plan --help",
             "godwit set --help",
@@ -229,8 +239,44 @@ mod tests {
     fn the_help_of_all_is_on_one_screen() {
         let text = refused("godwit --help");
         assert!(text.lines().count() <= 40, "{} lines: {text}", text.lines().count());
-        for word in ["evacuate", "--log", "Exit codes", "Units", "Until the handover"] {
+        for word in ["evacuate", "audit", "--log", "Exit codes", "Units", "Until the handover"] {
             assert!(text.contains(word), "no {word}: {text}");
+        }
+    }
+
+    #[test]
+    fn an_audit_takes_what_a_migration_takes_but_for_what_it_excludes() {
+        let options = |name: &str| -> Vec<String> {
+            let command = Arguments::command();
+            let found = command.find_subcommand(name).unwrap().get_arguments();
+            let mut names: Vec<String> =
+                found.filter_map(|argument| argument.get_long().map(str::to_owned)).collect();
+            names.sort();
+            names
+        };
+        let excluded = ["verify", "audit", "postcopy", "postcopy-safe", "state-dir"];
+        let mut migrate = options("migrate");
+        migrate.retain(|option| !excluded.contains(&option.as_str()));
+        assert_eq!(options("audit"), migrate);
+        for (line, words) in [
+            ("godwit audit --vm qemu:/x --to h:1 --verify", "unexpected argument '--verify'"),
+            ("godwit audit --to h:1 --trace x", "--vm <VM>"),
+            ("godwit migrate --vm qemu:/x --to h:1 --trace x", "--audit"),
+            ("godwit migrate --vm qemu:/x --to h:1 --audit --verify", "cannot be used with"),
+            ("godwit migrate --vm qemu:/x --to h:1 --audit --postcopy now", "cannot be used with"),
+        ] {
+            let text = refused(line);
+            assert!(text.contains(words), "{line}: {text}");
+        }
+        for line in [
+            "godwit audit --vm qemu:/x --to h:1 --trace x",
+            "godwit migrate --vm qemu:/x --to h:1 --audit --trace x",
+        ] {
+            assert!(Arguments::try_parse_from(line.split(' ')).is_ok(), "{line}");
+        }
+        let help = refused("godwit audit --help").split_whitespace().collect::<Vec<_>>().join(" ");
+        for words in ["who hunts a bug", "stands still at its source", "the guest stays"] {
+            assert!(help.contains(words), "{words}: {help}");
         }
     }
 

@@ -39,8 +39,18 @@ use crate::vm::{RequestError, VmName, absolute, domain_wanted, libvirt_uri, refu
 
 /// Move the guest of a VM on this host to where `godwit receive` listens.
 #[derive(Debug, Args)]
-#[command(after_help = GRAMMAR)]
+#[command(after_help = GRAMMAR, mut_arg("trace", |trace| trace.requires("audit")))]
 pub(crate) struct Arguments {
+    #[command(flatten)]
+    moved: Move,
+
+    #[command(flatten)]
+    how: How,
+}
+
+/// What `godwit audit` takes as well.
+#[derive(Debug, Args)]
+pub(crate) struct Move {
     /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is
     /// connected to; pid:N, a QEMU by its process, which has such a monitor; libvirt:DOMAIN or
     /// libvirt:DOMAIN@URI, a domain of libvirt's; proxmox:ID, a VM of Proxmox's on this node;
@@ -67,46 +77,10 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "NAME", value_parser = name)]
     name: Option<String>,
 
-    /// Prove that all memory arrived. live: it is read back at the destination while the guest
-    /// runs, compared before it may run there, and the source's is looked at once more behind that.
-    /// arrival: without that last look, which costs more than the rest. stopped: both sides
-    /// read all of it while the guest is stopped
-    #[arg(
-        long,
-        value_name = "HOW",
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "live",
-        default_value = "no",
-        hide_default_value = true
-    )]
-    verify: Verify,
-
-    /// Hunt for a bug: while the guest is stopped, compare every page of its memory on both sides
-    /// with what was sent of it, and explain the first that differs. Where one does, the guest
-    /// stays
-    #[arg(long, conflicts_with_all = ["verify", "state_dir"])]
-    audit: bool,
-
-    /// With --audit: write down where each page came from, a line for each time that one was sent
-    #[arg(long, value_name = "FILE", requires = "audit")]
+    /// Of an audit (godwit audit, or --audit): write down where each page came from, a line for
+    /// each time that one was sent
+    #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-
-    /// Whether the guest may run at the destination before all of its memory is there, where what
-    /// is left would not fit into the downtime limit: never (but for `godwit switchover
-    /// --postcopy`); on-timeout, where it would be given up; "after N" rounds; or now. Who needs a
-    /// page that is missing waits for it. The guest is lost if one of both hosts ends meanwhile
-    #[arg(long, value_name = "WHEN", default_value = "never")]
-    #[arg(conflicts_with_all = ["verify", "audit"])]
-    postcopy: PostCopy,
-
-    /// With post-copy: before the guest runs at the destination, copy what it lacks there to a file
-    /// in this directory, on storage that both hosts have, encrypted and removed at the end. Should
-    /// this host be lost meanwhile, `godwit receive --postcopy-safe` takes the rest from there. The
-    /// guest stands still for as long as the copy takes
-    #[arg(long, value_name = "DIR")]
-    #[arg(conflicts_with_all = ["verify", "audit"])]
-    postcopy_safe: Option<PathBuf>,
 
     /// Connections that carry pages, 1 to 16; auto: as many as there are processors, 2 to 8, and 8
     /// over a round trip of 5 ms or more
@@ -117,13 +91,6 @@ pub(crate) struct Arguments {
     /// free; 0s: not at all, the migration then fails at once
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
     reconnect: Duration,
-
-    /// Where to write down (a file of this user's alone, removed at the end) what another `godwit
-    /// migrate` of the same VM needs to take the migration up, should this one be killed before the
-    /// guest is stopped: type the same command again, within the destination's --reconnect. Memory
-    /// and disks are then compared, and only what differs is sent. For a QEMU
-    #[arg(long, value_name = "DIR")]
-    state_dir: Option<PathBuf>,
 
     /// Remember a fingerprint of each page (0.2 % of guest memory), so that pages are not sent
     /// again that were written and did not change
@@ -206,6 +173,66 @@ pub(crate) struct Arguments {
     hooks: crate::hooks::Migrate,
 }
 
+/// What cannot be had with an audit, and the audit.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Proof, post-copy and resumption")]
+struct How {
+    /// Prove that all memory arrived. live: it is read back at the destination while the guest
+    /// runs, compared before it may run there, and the source's is looked at once more behind that.
+    /// arrival: without that last look, which costs more than the rest. stopped: both sides
+    /// read all of it while the guest is stopped
+    #[arg(
+        long,
+        value_name = "HOW",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "live",
+        default_value = "no",
+        hide_default_value = true
+    )]
+    verify: Verify,
+
+    /// Hunt for a bug: while the guest is stopped, compare every page of its memory on both sides
+    /// with what was sent of it, and explain the first that differs. Where one does, the guest
+    /// stays
+    #[arg(long, conflicts_with_all = ["verify", "state_dir"])]
+    audit: bool,
+
+    /// Whether the guest may run at the destination before all of its memory is there, where what
+    /// is left would not fit into the downtime limit: never (but for `godwit switchover
+    /// --postcopy`); on-timeout, where it would be given up; "after N" rounds; or now. Who needs a
+    /// page that is missing waits for it. The guest is lost if one of both hosts ends meanwhile
+    #[arg(long, value_name = "WHEN", default_value = "never")]
+    #[arg(conflicts_with_all = ["verify", "audit"])]
+    postcopy: PostCopy,
+
+    /// With post-copy: before the guest runs at the destination, copy what it lacks there to a file
+    /// in this directory, on storage that both hosts have, encrypted and removed at the end. Should
+    /// this host be lost meanwhile, `godwit receive --postcopy-safe` takes the rest from there. The
+    /// guest stands still for as long as the copy takes
+    #[arg(long, value_name = "DIR")]
+    #[arg(conflicts_with_all = ["verify", "audit"])]
+    postcopy_safe: Option<PathBuf>,
+
+    /// Where to write down (a file of this user's alone, removed at the end) what another `godwit
+    /// migrate` of the same VM needs to take the migration up, should this one be killed before the
+    /// guest is stopped: type the same command again, within the destination's --reconnect. Memory
+    /// and disks are then compared, and only what differs is sent. For a QEMU
+    #[arg(long, value_name = "DIR")]
+    state_dir: Option<PathBuf>,
+}
+
+impl How {
+    /// That of an audit.
+    const AUDIT: Self = Self {
+        verify: Verify::Live,
+        audit: true,
+        postcopy: PostCopy::Never,
+        postcopy_safe: None,
+        state_dir: None,
+    };
+}
+
 /// How many; `None`: what suits the processors and the way.
 type Channels = Option<u8>;
 
@@ -260,7 +287,16 @@ fn give_up_rights(vm: &VmName) -> io::Result<()> {
 }
 
 /// Runs the command.
-pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+pub(crate) fn run(Arguments { moved, how }: &Arguments) -> ExitCode {
+    run_as(moved, how)
+}
+
+/// Runs `godwit audit`.
+pub(crate) fn audit(moved: &Move) -> ExitCode {
+    run_as(moved, &How::AUDIT)
+}
+
+fn run_as(arguments: &Move, how: &How) -> ExitCode {
     let (vm, to) = (arguments.vm.to_string(), arguments.to.to_string());
     let mut hooks = match Hooks::new(&arguments.switchover, &vm, &to) {
         Ok(hooks) => hooks,
@@ -294,10 +330,10 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             return ExitCode::from(FAILED);
         }
     }
-    options.verify = if arguments.audit { Verify::Live } else { arguments.verify };
-    options.post_copy = arguments.postcopy;
-    options.post_copy_safe = arguments.postcopy_safe.as_deref().map(absolute);
-    options.audit = arguments.audit;
+    options.verify = if how.audit { Verify::Live } else { how.verify };
+    options.post_copy = how.postcopy;
+    options.post_copy_safe = how.postcopy_safe.as_deref().map(absolute);
+    options.audit = how.audit;
     // The VMM of a microvm, which writes it, may be in another directory.
     options.trace = arguments.trace.as_ref().map(|path| absolute(path));
     (options.channels, options.channels_afar) = match arguments.channels {
@@ -339,7 +375,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let mut recording = recorded.then(|| Recording::begin(arguments));
     let guest = hooks.guest();
     let wishes = (&disks, &security);
-    let result = move_guest(arguments, &options, wishes, guest, &handle, &mut |progress| {
+    let moved = (arguments, how.state_dir.as_deref());
+    let result = move_guest(moved, &options, wishes, guest, &handle, &mut |progress| {
         if let Some(recording) = &mut recording {
             recording.see(progress);
         }
@@ -413,7 +450,7 @@ fn last_line(result: &Result<(Measures, Cost), RequestError>) -> Value {
 
 /// The engine is in this process for a QEMU, and in the VMM's for a microvm.
 fn move_guest(
-    arguments: &Arguments,
+    (arguments, state_dir): (&Move, Option<&Path>),
     options: &Options,
     (disks, security): (&DiskWish, &SecurityWish),
     guest: Option<Guest>,
@@ -430,7 +467,7 @@ fn move_guest(
                          which waits for nobody";
             Err(RequestError::Refused(words.into()))
         }
-        VmName::Microvm(_) if arguments.state_dir.is_some() => {
+        VmName::Microvm(_) if state_dir.is_some() => {
             let words = "--state-dir is for a QEMU: what moves a microvm is its own process, and \
                          ends with it";
             Err(RequestError::Refused(words.into()))
@@ -439,7 +476,7 @@ fn move_guest(
             let refused = |error| RequestError::Refused(refused_qemu(path, error));
             let vm = QemuSource::open(path).map_err(refused)?;
             let vm = prepare(vm, arguments, disks).map_err(refused)?;
-            move_qemu(vm, arguments, options, guest, handle, progress)
+            move_qemu(vm, (arguments, state_dir), options, guest, handle, progress)
         }
         VmName::Libvirt { domain, uri } => {
             domain_wanted(domain).map_err(RequestError::Refused)?;
@@ -447,12 +484,12 @@ fn move_guest(
             let vm = QemuSource::open_domain(domain, &uri, arguments.undefine_source);
             let vm = vm.and_then(|vm| prepare(vm, arguments, disks));
             let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
-            move_qemu(vm, arguments, options, guest, handle, progress)
+            move_qemu(vm, (arguments, state_dir), options, guest, handle, progress)
         }
         VmName::Proxmox(id) => {
             let vm = QemuSource::open_proxmox(id).and_then(|vm| prepare(vm, arguments, disks));
             let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
-            move_qemu(vm, arguments, options, guest, handle, progress)
+            move_qemu(vm, (arguments, state_dir), options, guest, handle, progress)
         }
         VmName::Microvm(path) => {
             Ok(client::migrate(path, options, (disks, security), handle, progress)?)
@@ -461,11 +498,7 @@ fn move_guest(
 }
 
 /// What the operator wants of a QEMU, before anything of it is changed.
-fn prepare(
-    vm: QemuSource,
-    arguments: &Arguments,
-    disks: &DiskWish,
-) -> Result<QemuSource, QemuError> {
+fn prepare(vm: QemuSource, arguments: &Move, disks: &DiskWish) -> Result<QemuSource, QemuError> {
     if vm.left().is_some() {
         // Its guest has gone, and is to be followed.
         return Ok(vm.telling(tell_wait));
@@ -483,7 +516,7 @@ fn prepare(
 
 fn move_qemu(
     mut vm: QemuSource,
-    arguments: &Arguments,
+    (arguments, state_dir): (&Move, Option<&Path>),
     options: &Options,
     guest: Option<Guest>,
     handle: &MigrationHandle,
@@ -516,7 +549,7 @@ fn move_qemu(
     let follow_record = vm.follow_record();
     options.follow_record =
         Some(follow_record.map_err(|error| RequestError::Refused(error.into()))?);
-    if let Some(directory) = &arguments.state_dir {
+    if let Some(directory) = state_dir {
         options.record = Some(vm.record_in(directory));
     }
     let measures = migrate(&mut vm, &options, handle, progress).map_err(RequestError::Failed)?;
@@ -539,7 +572,7 @@ struct Recording {
 }
 
 impl Recording {
-    fn begin(arguments: &Arguments) -> Self {
+    fn begin(arguments: &Move) -> Self {
         let vm = arguments.name.clone().unwrap_or_else(|| arguments.vm.to_string());
         let head = records::head(vm.clone(), arguments.to.to_string());
         let began_ms = head.began_ms.unwrap_or_default();
@@ -551,7 +584,7 @@ impl Recording {
     }
 
     /// What cannot be kept, or told to a collector, is said, and is no failure.
-    fn end(&self, last: &Value, arguments: &Arguments) {
+    fn end(&self, last: &Value, arguments: &Move) {
         let lines = self.recorder.lines(last);
         if arguments.keeps_record {
             records::keep(Side::Source, &self.vm, self.began_ms, &lines);
