@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::Cancel;
 
 /// Tells an adapter, within a call that takes long, that nobody waits for its end any more: the
-/// operator cancelled, or the peer gave up or is lost. It is never raised when the guest is being
-/// brought back or discarded, nor from COMMIT on.
+/// operator cancelled, the peer gave up or is lost, or what the call needs cannot come. It is never
+/// raised when the guest is being brought back or discarded, nor from COMMIT on.
 ///
 /// ```
 /// use std::time::{Duration, Instant};
@@ -34,6 +34,8 @@ use crate::Cancel;
 pub struct Interrupt {
     cancel: Cancel,
     over: Arc<AtomicBool>,
+    /// What the call needs cannot come any more.
+    starved: Arc<AtomicBool>,
     /// The number of the last connection that was lost, and of the one in use.
     lost: Arc<AtomicU32>,
     current: Arc<AtomicU32>,
@@ -55,6 +57,7 @@ impl Interrupt {
         !self.silenced.load(Ordering::Acquire)
             && (self.cancel.is_cancelled()
                 || self.over.load(Ordering::Acquire)
+                || self.starved.load(Ordering::Acquire)
                 || self.is_lost() && !self.patient.load(Ordering::Acquire))
     }
 
@@ -71,6 +74,11 @@ impl Interrupt {
     /// The peer gave up, which was told before.
     pub(crate) fn raise(&self) {
         self.over.store(true, Ordering::Release);
+    }
+
+    /// What the call needs cannot come any more, which was told before.
+    pub(crate) fn starve(&self) {
+        self.starved.store(true, Ordering::Release);
     }
 
     /// Connection `number`, counted from 1, is lost, which was told before.
@@ -103,10 +111,12 @@ mod tests {
     fn nothing_raises_it_once_it_was_silenced() {
         let cancel = Cancel::default();
         let (cancelled, lost) = (Interrupt::new(&cancel), Interrupt::default());
+        let starved = Interrupt::default();
         cancel.cancel();
         lost.uses(1);
         lost.lost(1);
-        for interrupt in [cancelled, lost] {
+        starved.starve();
+        for interrupt in [cancelled, lost, starved] {
             assert!(interrupt.clone().is_raised());
             interrupt.silence();
             assert!(!interrupt.clone().is_raised());

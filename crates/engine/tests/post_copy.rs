@@ -352,3 +352,38 @@ fn a_guest_whose_machine_ends_there_is_lost_and_nobody_waits_for_it() {
     }
     assert!(began.elapsed() < Duration::from_secs(20));
 }
+
+#[test]
+fn a_channel_that_ends_while_the_machine_loads_is_heard_at_once() {
+    // Mutations: the machine is not interrupted, and waits for its page; the reason is that it was.
+    for number in [1, 2] {
+        let (proxy_in, proxy_out) = std::sync::mpsc::channel::<Proxy>();
+        let (waited_in, waited) = std::sync::mpsc::channel();
+        let change = move |destination: &mut Destination| {
+            let interrupt = Arc::clone(&destination.interrupt);
+            destination.while_loading = Box::new(move || {
+                let began = Instant::now();
+                // The control connection stands; of the others one brings what is waited for.
+                proxy_out.recv().unwrap().cut_one(number);
+                let raised = || interrupt.lock().unwrap().is_raised();
+                while !raised() && began.elapsed() < Duration::from_secs(20) {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                waited_in.send(began.elapsed()).unwrap();
+            });
+        };
+        let through = |to: &Address| {
+            let proxy = Proxy::new(to, &[]);
+            proxy_in.send(proxy.clone()).unwrap();
+            proxy.address()
+        };
+        let options = Options { channels: 1, ..options(PostCopy::Now) };
+        let moved = move_over(&options, &handle(), change, through);
+        let waited = waited.recv().unwrap();
+        assert!(waited < Duration::from_secs(5), "channel {number}: {waited:?}");
+        let failure = moved.received.unwrap_err();
+        assert!(matches!(failure.cause, EngineError::Link { .. }), "channel {number}: {failure}");
+        assert_eq!(moved.result.unwrap_err().survivor, Survivor::Source);
+        assert!(!moved.found.ran && moved.source.running.load(Ordering::Relaxed));
+    }
+}

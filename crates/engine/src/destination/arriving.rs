@@ -19,7 +19,7 @@ use super::Fetched;
 use crate::cells::Cells;
 use crate::link::ControlWriter;
 use crate::vm::{ArrivingPages, VmError};
-use crate::{EngineError, limits, threads};
+use crate::{EngineError, Interrupt, limits, threads};
 
 /// Answers of which the time is remembered.
 const MOST_ANSWERS: usize = 1 << 20;
@@ -32,6 +32,8 @@ pub(super) struct Arriving {
     missing: PageCount,
     /// How many pages each of our blocks has.
     blocks: Vec<u64>,
+    /// What ends a long call of the machine, which may wait for one of them.
+    interrupt: Interrupt,
 }
 
 /// Who waits for what.
@@ -86,6 +88,12 @@ impl Arriving {
         self.pages.left()
     }
 
+    /// A connection has ended over which they come: before COMMIT none is made in its place, and
+    /// behind it nobody hears this.
+    pub(super) fn starve(&self) {
+        self.interrupt.starve();
+    }
+
     /// Whether any page of `run` of our block `block` is still to come.
     pub(super) fn lacks(&self, block: usize, run: PageRun) -> bool {
         self.pages.next_run(block, run.start).is_some_and(|next| next.start < run.end())
@@ -126,17 +134,19 @@ struct Asking {
 
 impl Fetching {
     /// Begins to ask over `control` for those of `pages` that somebody waits for, of the blocks of
-    /// `ram`, which the source has in `order`.
+    /// `ram`, which the source has in `order`. Calls of the machine that may wait for one of them
+    /// are ended by `interrupt`.
     pub(super) fn start(
         pages: Arc<dyn ArrivingPages>,
         (ram, order): (&[RamBlock], &[usize]),
-        control: Arc<ControlWriter>,
+        (control, interrupt): (Arc<ControlWriter>, &Interrupt),
         cells: &Cells,
     ) -> Result<Self, EngineError> {
         let missing = pages.left();
         let (waits, began) = (Mutex::default(), Instant::now());
         let blocks = ram.iter().map(|block| block.pages().0).collect();
-        let arriving = Arc::new(Arriving { pages, waits, began, missing, blocks });
+        let interrupt = interrupt.clone();
+        let arriving = Arc::new(Arriving { pages, waits, began, missing, blocks, interrupt });
         let mut numbers = vec![0; order.len()];
         order.iter().zip(0..).for_each(|(own, number)| numbers[*own] = number);
         let asking = Arc::new(Asking {

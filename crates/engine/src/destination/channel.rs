@@ -50,6 +50,9 @@ pub(super) trait PageSink: Send {
 
     /// The end of the round was told: there is time until the next one.
     fn rest(&mut self) -> Result<(), EngineError>;
+
+    /// Nothing comes over the channel any more, which was told before.
+    fn ended(&self) {}
 }
 
 /// The thread's state.
@@ -89,6 +92,7 @@ impl Channel {
             Err(error) => error,
         };
         self.barriers.failed(error);
+        self.place.ended();
         Ended { place: self.place, placed }
     }
 

@@ -82,10 +82,18 @@ impl Destination<'_> {
         pages: Arc<dyn ArrivingPages>,
     ) -> Result<(), EngineError> {
         let (control, cells) = (self.session.control(), self.session.cells());
-        let fetching = Fetching::start(pages, (&self.ram, lanes.order()), control, cells)?;
+        let way = (control, self.session.interrupt());
+        let fetching = Fetching::start(pages, (&self.ram, lanes.order()), way, cells)?;
         lanes.have_arrive(fetching.arriving());
         self.fetching = Some(fetching);
         Ok(())
+    }
+
+    /// What has really gone wrong where the machine could not be given its device state by `error`:
+    /// it may have waited for a page, and the channel be gone over which that was to come.
+    pub(super) fn starved(&self, lanes: Option<&Lanes>, error: EngineError) -> EngineError {
+        let lanes = lanes.filter(|_| self.left);
+        lanes.and_then(Lanes::failure).unwrap_or(error)
     }
 
     /// Waits until every missing page is in place.

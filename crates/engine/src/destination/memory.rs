@@ -84,6 +84,13 @@ impl PageSink for MemoryPlace {
         true
     }
 
+    fn ended(&self) {
+        // A machine that loads may wait for a page that would have come this way.
+        if let Some(arriving) = self.arriving.get() {
+            arriving.starve();
+        }
+    }
+
     fn name(&self, number: usize) -> String {
         format!("RAM block '{}'", self.block(number).map_or("?", RamBlock::name))
     }

@@ -554,11 +554,14 @@ impl Destination<'_> {
             (A::SendResumed, S::Receiving(lanes)) => self.take_up(lanes)?,
             (A::SendDigests, S::Receiving(lanes)) => self.send_digests(lanes)?,
             (A::SendPrints, S::Receiving(lanes)) => self.send_prints(lanes)?,
-            (A::WriteState, _) => {
+            (A::WriteState, stage) => {
                 let piece = std::mem::take(&mut self.state_piece);
                 match &mut self.dumps {
                     Some(dumps) => dumps.hold(&piece)?,
-                    None => self.loading.write(&piece, self.vm)?,
+                    None => {
+                        let written = self.loading.write(&piece, self.vm);
+                        written.map_err(|error| self.starved(stage.lanes(), error))?;
+                    }
                 }
             }
             (A::FinishLoad, S::Receiving(lanes)) => return self.finish_load(lanes).map(Some),
@@ -708,6 +711,13 @@ impl Destination<'_> {
             let what = "it sent all device state before the last round of its disks".to_owned();
             return Err(EngineError::Protocol { peer: PEER, what });
         }
+        // From here on a channel that ends interrupts the machine; one that has ended before, as it
+        // was not known yet that pages are missing, did not.
+        if self.left
+            && let Some(error) = lanes.failure()
+        {
+            return Err(error);
+        }
         self.dump(DumpStage::Arrived)?;
         let began = Instant::now();
         if let Some(dumps) = &mut self.dumps {
@@ -716,7 +726,8 @@ impl Destination<'_> {
         self.loading.end();
         // While the machine loads.
         self.write_left(lanes)?;
-        self.vm.finish_load().map_err(EngineError::Vm)?;
+        let loaded = self.vm.finish_load().map_err(EngineError::Vm);
+        loaded.map_err(|error| self.starved(Some(lanes), error))?;
         self.measures.load = began.elapsed();
         self.dump(DumpStage::Loaded)?;
         Ok(Input::Loaded)

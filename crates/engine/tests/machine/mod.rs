@@ -25,7 +25,7 @@ use godwit_engine::vm::{
     ArrivingPages, Ask, Brake, DestinationVm, DiskDestination, DiskVm, Kept, PostCopyDestination,
     RunError, SourceVm, VmError,
 };
-use godwit_engine::{Cancel, EngineError, Failure};
+use godwit_engine::{Cancel, EngineError, Failure, Interrupt};
 use godwit_memory::RamBlock;
 use godwit_track::{AsOf, DirtyTracker, TrackError};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, Rate};
@@ -389,6 +389,8 @@ pub struct Destination {
     pub guest: Option<JoinHandle<u64>>,
     /// Its process has ended.
     pub ended: Arc<AtomicBool>,
+    /// What ends its long calls, once it was told.
+    pub interrupt: Arc<Mutex<Interrupt>>,
     /// What happens while it gets ready to load.
     pub while_preparing: Box<dyn FnMut() + Send>,
     /// What happens while it loads.
@@ -421,6 +423,7 @@ impl Destination {
             coming: None,
             guest: None,
             ended: Arc::default(),
+            interrupt: Arc::default(),
             while_preparing: Box::new(|| {}),
             while_loading: Box::new(|| {}),
             while_starting: Box::new(|| {}),
@@ -487,6 +490,9 @@ impl DestinationVm for Destination {
 
     fn finish_load(&mut self) -> Result<(), VmError> {
         (self.while_loading)();
+        if self.interrupt.lock().unwrap().is_raised() {
+            return Err("it was interrupted".into());
+        }
         if self.refuse_to_load { Err("this state is not to my taste".into()) } else { Ok(()) }
     }
 
@@ -519,6 +525,10 @@ impl DestinationVm for Destination {
 
     fn has_ended(&self) -> bool {
         self.ended.load(Ordering::SeqCst)
+    }
+
+    fn heed(&mut self, interrupt: &Interrupt) {
+        *self.interrupt.lock().unwrap() = interrupt.clone();
     }
 }
 
