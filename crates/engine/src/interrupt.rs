@@ -66,7 +66,8 @@ impl Interrupt {
         self.over.load(Ordering::Acquire)
     }
 
-    fn is_lost(&self) -> bool {
+    /// Whether the connection in use is lost.
+    pub(crate) fn is_lost(&self) -> bool {
         let lost = self.lost.load(Ordering::Acquire);
         lost > 0 && lost >= self.current.load(Ordering::Acquire)
     }

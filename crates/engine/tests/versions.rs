@@ -10,14 +10,14 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, Notice, Received};
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::source::{Options, PostCopy, migrate};
 use godwit_engine::vm::SourceVm;
-use godwit_engine::{Cancel, Failure, Survivor};
+use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_units::PageCount;
 use godwit_wire::{
     AbortCode, BlockOffer, Feature, Features, FrameHeader, FrameKind, GREETING_LEN, Greeting,
@@ -382,6 +382,42 @@ fn a_source_that_gives_up_before_its_channels_are_there_is_heard() {
         say(&mut control, &Message::Abort { code: AbortCode::Other, text });
         let failure = receiving.join().unwrap().unwrap_err();
         assert!(failure.to_string().contains("no userfaultfd here"), "{failure}");
+    }
+}
+
+#[test]
+fn a_source_that_is_lost_before_its_channels_are_there_is_not_waited_for() {
+    // Mutation: who waits for channels does not see that. Then it waits for ten seconds in vain.
+    let source = Source::start(Duration::from_secs(60), Vec::new());
+    let all = usual().with(Feature::PostCopyWanted);
+    for behind_missing in [false, true] {
+        let (to, _told, receiving, _cancel) = receive(&source, Duration::from_secs(60));
+        let mut control = greet(&to, Version::V6);
+        accepts(&mut control, Message::Offer(offer(&source, all)));
+        let channel = behind_missing.then(|| {
+            // The guest is about to leave, and the connection for what is waited for is to come.
+            let mut channel = join(&to, Role::Channel(0), 0);
+            say(&mut control, &Message::Keep(Secret(SECRET)));
+            channel.write_all(&barrier(0)).unwrap();
+            say(&mut control, &Message::RoundEnd { round: 0 });
+            assert!(matches!(read_message(&mut control), Message::RoundAck { .. }));
+            say(&mut control, &Message::Prepare);
+            assert!(matches!(read_message(&mut control), Message::Prepared));
+            for block in 0..source.ram().len() as u32 {
+                let last = block + 1 == source.ram().len() as u32;
+                say(&mut control, &Message::Missing { block, last, runs: Vec::new() });
+            }
+            channel
+        });
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(!receiving.is_finished(), "it waits for a channel");
+        let began = Instant::now();
+        drop(control);
+        let failure = receiving.join().unwrap().unwrap_err();
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+        assert!(matches!(failure.cause, EngineError::Link { .. }), "{failure}");
+        assert_eq!(failure.survivor, Survivor::Source);
+        drop(channel);
     }
 }
 

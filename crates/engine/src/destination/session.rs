@@ -533,24 +533,21 @@ impl<'a> Session<'a> {
         if self.cancel.is_cancelled() {
             return Some(EngineError::Cancelled);
         }
-        while let Ok(Event { connection, message }) = self.events.try_recv() {
-            match message {
-                _ if connection != self.connection => {}
-                Err(error) => return Some(error),
-                Ok(message) => {
-                    if let Err(error) = not_aborted(message) {
-                        return Some(error);
-                    }
-                }
-            }
-        }
-        None
+        self.end_of_events()
     }
 
-    /// That the source has given up, if it has. What it said before that is of no interest any
-    /// more; of one that has not, all is left.
+    /// That the source has given up, or that the control connection to it is lost, if so: it makes
+    /// no other connections then that were begun by that one. What it said before is of no interest
+    /// any more; of one that is there, all is left.
     pub(super) fn given_up(&self) -> Option<EngineError> {
-        self.interrupt.is_over().then(|| self.interruption()).flatten()
+        let over = self.interrupt.is_over().then(|| self.interruption()).flatten();
+        over.or_else(|| self.interrupt.is_lost().then(|| self.end_of_events()).flatten())
+    }
+
+    /// What the source gave up by, or its connection was lost by, of all that it said.
+    fn end_of_events(&self) -> Option<EngineError> {
+        let mut events = self.events.try_iter().filter(|it| it.connection == self.connection);
+        events.find_map(|event| event.message.and_then(not_aborted).err())
     }
 
     /// What ends the long calls of the machine.
