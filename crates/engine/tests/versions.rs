@@ -454,6 +454,33 @@ fn a_session_has_the_features_that_both_have_and_none_in_version_5() {
 }
 
 #[test]
+fn who_comes_to_stay_is_told_nothing_of_the_host_whatever_it_offers() {
+    // Mutation: the feature is part of the session that was offered with a guest.
+    let source = Source::start(Duration::from_secs(60), Vec::new());
+    let (to, told, receiving, _cancel) = receive(&source, Duration::from_secs(5));
+    let mut control = greet(&to, Version::V6);
+    let offered = usual().with(Feature::Facts);
+    say(&mut control, &Message::Offer(offer(&source, offered)));
+    let said = loop {
+        match read_message(&mut control) {
+            Message::Question(mut question) => {
+                question.reverse();
+                say(&mut control, &Message::Answer(question));
+            }
+            said => break said,
+        }
+    };
+    assert!(matches!(said, Message::Accept { features, .. } if features == usual()), "{said:?}");
+    let accepted = told.iter().find_map(|notice| match notice {
+        Notice::Accepted { features, .. } => Some(features),
+        _ => None,
+    });
+    assert_eq!(accepted, Some(usual().to_string()));
+    drop(control);
+    assert!(receiving.join().unwrap().is_err());
+}
+
+#[test]
 fn a_destination_cannot_accept_a_feature_that_was_not_offered() {
     for (version, features) in [
         (Version::V6, Features(!Features::HERE.0)),

@@ -37,6 +37,8 @@ pub(super) fn consider(
     let (order, disks) = compare(session, vm, options, &offer)?;
     let sinks = open_disks(vm, &disks, &options.disks)?;
     leave_out_post_copy(vm, options, &mut offer);
+    // Of who only asks, and never part of a session, whatever is offered.
+    offer.features = offer.features.without(Feature::Facts);
     if offer.verify && !disks.is_empty() && readers(vm, disks.len())?.is_none() {
         offer.features = offer.features.without(Feature::DiskProof);
     }
