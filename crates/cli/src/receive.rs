@@ -371,6 +371,8 @@ fn fetch_left(
     let (listener, address) = bind(arguments)?;
     let left = Left::find(&record).map_err(|error| RequestError::Refused(error.into()))?;
     let Some(left) = left else { return Ok(None) };
+    let left = left.known_by(&options.security);
+    let left = left.map_err(|error| RequestError::Refused(error.into()))?;
     let opened = LeftDestination::open(left.machine());
     let begun = opened.and_then(|vm| Ok((vm.run_beside(path)?, vm)));
     let (starting, mut vm) = match begun {

@@ -139,6 +139,19 @@ pub enum EngineError {
         /// Why.
         why: String,
     },
+    /// A godwit that was killed has left a guest without all of its memory, and who would go on has
+    /// other keys than it had: what was left stays.
+    #[error(
+        "a godwit that was killed has left a guest that lacks memory, and this one cannot go on \
+         ({} stays as it is): {why}",
+        path.display()
+    )]
+    OtherKeys {
+        /// What was left.
+        path: std::path::PathBuf,
+        /// Why.
+        why: String,
+    },
     /// The godwit that began the migration was killed.
     #[error("the godwit that was at work here before was killed")]
     Killed,

@@ -93,6 +93,12 @@ impl Place {
         self.held.clear();
     }
 
+    /// Leaves the record to a godwit with the keys that it was begun with; what to tell of it.
+    pub(crate) fn left_for_its_keys(&mut self, why: &str) -> EngineError {
+        self.abandon();
+        EngineError::OtherKeys { path: self.path.clone(), why: why.to_owned() }
+    }
+
     pub(crate) fn refused(&self, why: impl std::fmt::Display) -> EngineError {
         EngineError::Record { path: self.path.clone(), why: why.to_string() }
     }

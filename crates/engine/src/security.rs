@@ -45,6 +45,35 @@ impl Security {
         }
     }
 
+    /// The certificate that is shown to peers, in DER; `None`: nothing is encrypted.
+    pub(crate) fn shows(&self) -> Option<&[u8]> {
+        match self {
+            Self::Tls(host) => Some(host.certificate()),
+            Self::Local | Self::Insecure => None,
+        }
+    }
+
+    /// Why nobody can go on like this with a session in which the peer had `shown` this
+    /// certificate, and we ours, as far as that was written down; `None` if one can. The peer takes
+    /// nobody else for us.
+    pub(crate) fn differs(
+        &self,
+        shown: Option<&[u8]>,
+        ours: Option<&[u8]>,
+    ) -> Option<&'static str> {
+        match (shown, self.shows()) {
+            (None, Some(_)) => {
+                Some("it was begun without keys, and can only go on like that: leave --keys out")
+            }
+            (Some(_), None) => Some("it was begun with keys: give those that it was begun with"),
+            (_, shows) if ours.is_some() && ours != shows => Some(
+                "it was begun with other keys, by which the other side knows this one: give those \
+                 that it was begun with",
+            ),
+            _ => None,
+        }
+    }
+
     /// Makes of a new connection to `peer` what it is to be, within `limit` or until it is to
     /// `stop`: for who speaks something else over it than migrations.
     ///

@@ -28,6 +28,8 @@ pub struct Host {
     config: Config,
     /// Our certificate's file.
     own: Arc<str>,
+    /// What we show of it.
+    shows: Arc<[u8]>,
 }
 
 impl fmt::Debug for Host {
@@ -59,7 +61,8 @@ impl Host {
             .with_webpki_verifier(verifier)
             .with_client_auth_cert(keys.chain.clone(), keys.key.clone_key())
             .map_err(|error| unusable(error.to_string()))?;
-        Ok(Self { config: Config::Source(Arc::new(config), name), own: own(keys) })
+        let config = Config::Source(Arc::new(config), name);
+        Ok(Self { config, own: own(keys), shows: shows(keys) })
     }
 
     /// A destination, to which sources may come whose certificates are made out to one of `names`,
@@ -83,7 +86,27 @@ impl Host {
             .map_err(|error| unusable(error.to_string()))?;
         // Each connection shows its certificates; none is taken up again by a ticket.
         config.send_tls13_tickets = 0;
-        Ok(Self { config: Config::Destination(Arc::new(config)), own: own(keys) })
+        let config = Config::Destination(Arc::new(config));
+        Ok(Self { config, own: own(keys), shows: shows(keys) })
+    }
+
+    /// Our certificate, in DER: what [`Session::shown`] is at the other end.
+    ///
+    /// ```
+    /// use godwit_tls::{Files, Host, Keys, Side, make};
+    ///
+    /// let dir = std::env::temp_dir().join(format!("godwit-doc-{}", std::process::id()));
+    /// let made = make(&dir, &["east".to_owned()], 1)?;
+    /// let keys = |side| Files::in_dir(&made.hosts[0], side).and_then(|it| Keys::read(&it));
+    /// let destination = Host::destination(&keys(Side::Destination)?, &[])?;
+    /// let source = Host::source(&keys(Side::Source)?, "west")?;
+    /// assert_eq!(source.certificate(), destination.certificate(), "it is one host's");
+    /// # std::fs::remove_dir_all(&dir).unwrap();
+    /// # Ok::<(), godwit_tls::TlsError>(())
+    /// ```
+    #[must_use]
+    pub fn certificate(&self) -> &[u8] {
+        &self.shows
     }
 
     /// A new connection, whose other end an operator would call `peer`.
@@ -118,6 +141,10 @@ fn provider() -> Arc<CryptoProvider> {
 
 fn own(keys: &Keys) -> Arc<str> {
     keys.files.certificate.display().to_string().into()
+}
+
+fn shows(keys: &Keys) -> Arc<[u8]> {
+    keys.chain.first().map(|certificate| certificate.to_vec()).unwrap_or_default().into()
 }
 
 fn parsed(name: &str) -> Result<ServerName<'static>, TlsError> {

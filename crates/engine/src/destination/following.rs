@@ -42,6 +42,8 @@ pub fn follow(
     cancel: &Cancel,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<Received, Failure> {
+    let unheard = |cause| Failure { phase: Phase::Handover, survivor: Survivor::Unknown, cause };
+    let left = left.known_by(&options.security).map_err(unheard)?;
     let opened = listener
         .address()
         .map_err(link_error(PEER))
@@ -53,7 +55,6 @@ pub fn follow(
             session.takes_over();
             Ok(session)
         });
-    let unheard = |cause| Failure { phase: Phase::Handover, survivor: Survivor::Unknown, cause };
     let session = match opened {
         Ok(session) => session,
         Err(cause) => {

@@ -42,7 +42,9 @@ impl Kept {
                 }
                 Ok(()) => {
                     let safe = options.post_copy_safe.as_deref();
-                    record.unfit(&vm.ram()).or_else(|| record.copied_elsewhere(safe))
+                    let unfit = record.unfit(&vm.ram());
+                    let unfit = unfit.or_else(|| record.copied_elsewhere(safe));
+                    unfit.or_else(|| record.other_keys(&options.security))
                 }
                 Err(_) => Some("the machine does not take a guest with these RAM blocks"),
             }

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::record::Record;
 use crate::EngineError;
 use crate::record::Place;
+use crate::security::Security;
 use crate::vm::Kept;
 
 /// What a godwit that was killed has left: a guest that runs here, or was about to, while pages of
@@ -86,6 +87,28 @@ impl Left {
     #[must_use]
     pub fn machine(&self) -> &str {
         &self.written.machine
+    }
+
+    /// The same, if the source would know who goes on with this `security` for the one that was
+    /// killed; else it stays where it is for another godwit.
+    ///
+    /// # Errors
+    /// When it was begun with other keys, with the cure.
+    ///
+    /// ```
+    /// use godwit_engine::EngineError;
+    /// use godwit_engine::destination::Left;
+    /// use godwit_engine::security::Security;
+    ///
+    /// fn find(path: &std::path::Path, security: &Security) -> Result<Option<Left>, EngineError> {
+    ///     Left::find(path)?.map(|left| left.known_by(security)).transpose()
+    /// }
+    /// ```
+    pub fn known_by(mut self, security: &Security) -> Result<Self, EngineError> {
+        match self.written.record.other_keys(security) {
+            Some(why) => Err(self.place.left_for_its_keys(why)),
+            None => Ok(self),
+        }
     }
 
     /// Leaves it for another godwit.

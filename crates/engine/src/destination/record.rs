@@ -11,6 +11,8 @@ use godwit_units::ByteCount;
 use godwit_wire::{Feature, Features, Secret, SessionId, Version};
 use serde::{Deserialize, Serialize};
 
+use crate::security::Security;
+
 /// What is written down.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -22,6 +24,9 @@ pub(super) struct Record {
     /// What an operator would call the source, and the certificate that it showed.
     pub(super) source: String,
     pub(super) shown: Option<Vec<u8>>,
+    /// The one that it was shown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) ours: Option<Vec<u8>>,
     /// The attempt to come back that was taken last.
     pub(super) attempt: u32,
     /// Whether the guest runs at the source, and what is placed is to be compared.
@@ -78,6 +83,11 @@ impl Record {
             .then_some("it was begun with another --postcopy-safe: give what it was begun with")
     }
 
+    /// Why the source would not know who goes on with this `security`, if so.
+    pub(super) fn other_keys(&self, security: &Security) -> Option<&'static str> {
+        security.differs(self.shown.as_deref(), self.ours.as_deref())
+    }
+
     /// Why it is not of this machine, if so.
     pub(super) fn unfit(&self, ram: &[RamBlock]) -> Option<&'static str> {
         let here = self.version().map(Version::features);
@@ -98,27 +108,33 @@ impl Record {
 
 #[cfg(test)]
 mod tests {
+    use godwit_tls::{Files, Host, Keys, Side, make};
     use godwit_units::PageCount;
 
     use super::*;
 
-    #[test]
-    fn a_record_fits_its_own_machine_and_a_godwit_with_its_features() {
-        let block = |name: &str, pages| RamBlock::anonymous(name, PageCount(pages)).unwrap();
-        let record = Record {
+    fn record() -> Record {
+        Record {
             session: [1; 16],
             secret: [2; 32],
             version: Version::NEWEST.number(),
             features: Features::HERE.0,
             source: "east".to_owned(),
             shown: None,
+            ours: None,
             attempt: 3,
             running: true,
             verified: false,
             blocks: vec![("b".to_owned(), 5), ("a".to_owned(), 4)],
             disks: vec![("system".to_owned(), 1536)],
             safe: Some("/mnt".into()),
-        };
+        }
+    }
+
+    #[test]
+    fn a_record_fits_its_own_machine_and_a_godwit_with_its_features() {
+        let block = |name: &str, pages| RamBlock::anonymous(name, PageCount(pages)).unwrap();
+        let record = record();
         let safe = Some(Path::new("/mnt"));
         let ram = [block("a", 4), block("b", 5)];
         assert_eq!((record.unfit(&ram), record.order(&ram)), (None, Some(vec![1, 0])));
@@ -142,5 +158,31 @@ mod tests {
         }
         let other = Record { version: u16::MAX, ..record };
         assert!(other.unfit(&ram).is_some_and(|why| why.contains("version")));
+    }
+
+    #[test]
+    fn who_goes_on_has_the_keys_that_the_source_knows() {
+        // Mutations: what is shown is not looked at; who has no keys is not refused.
+        let dir = std::env::temp_dir().join(format!("godwit-goes-on-{}", std::process::id()));
+        let made = make(&dir, &["east", "north"].map(str::to_owned), 1).unwrap();
+        let keys = |number: usize| {
+            let files = Files::in_dir(&made.hosts[number], Side::Destination).unwrap();
+            Security::Tls(Host::destination(&Keys::read(&files).unwrap(), &[]).unwrap())
+        };
+        let ([east, north], plain) = ([keys(0), keys(1)], [Security::Local, Security::Insecure]);
+        std::fs::remove_dir_all(&dir).unwrap();
+        let ours = east.shows().map(<[u8]>::to_vec);
+        let with_keys = Record { shown: Some(vec![1]), ours, ..record() };
+        assert_eq!(with_keys.other_keys(&east), None);
+        assert!(with_keys.other_keys(&north).is_some_and(|why| why.contains("other keys")));
+        for plain in &plain {
+            let why = with_keys.other_keys(plain);
+            assert!(why.is_some_and(|why| why.contains("begun with keys")), "{why:?}");
+            assert_eq!(record().other_keys(plain), None);
+        }
+        assert!(record().other_keys(&east).is_some_and(|why| why.contains("without keys")));
+        // One of a release that did not write down its own.
+        let older = Record { ours: None, ..with_keys };
+        assert_eq!(older.other_keys(&north), None);
     }
 }

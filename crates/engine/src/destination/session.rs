@@ -57,8 +57,9 @@ pub(super) struct Session<'a> {
     features: Features,
     /// The source is back, and has not asked for fingerprints since.
     may_ask_for_prints: bool,
-    /// What an operator would call the source.
+    /// What an operator would call the source, and the certificate that it is shown.
     source: String,
+    ours: Option<Vec<u8>>,
     cancel: &'a Cancel,
     interrupt: Interrupt,
     events: Receiver<Event>,
@@ -99,7 +100,7 @@ impl<'a> Session<'a> {
         };
         let began = Instant::now();
         let source = stream.peer();
-        let security = security.clone();
+        let (security, ours) = (security.clone(), security.shows().map(<[u8]>::to_vec));
         let credentials = Credentials { id, version, security, shown: stream.shown() };
         let door = Door::open(listener, credentials, &source, cells)?;
         let greeting = Greeting { version, session: id, role: Role::Control, attempt: 0 };
@@ -114,6 +115,7 @@ impl<'a> Session<'a> {
             features: Features::NONE,
             may_ask_for_prints: false,
             source,
+            ours,
             cancel,
             interrupt: Interrupt::new(cancel),
             events,
@@ -139,6 +141,7 @@ impl<'a> Session<'a> {
     ) -> Result<Self, EngineError> {
         let (id, source) = (record.id(), record.source.clone());
         let version = record.version().ok_or(EngineError::Panicked("main"))?;
+        let ours = security.shows().map(<[u8]>::to_vec);
         let (security, shown) = (security.clone(), record.shown.clone());
         let door =
             Door::open(listener, Credentials { id, version, security, shown }, &source, cells)?;
@@ -158,6 +161,7 @@ impl<'a> Session<'a> {
             features: record.features(),
             may_ask_for_prints: false,
             source,
+            ours,
             cancel,
             interrupt,
             events,
@@ -199,6 +203,7 @@ impl<'a> Session<'a> {
             features: self.features.0,
             source: self.source.clone(),
             shown: self.door.shown().map(<[u8]>::to_vec),
+            ours: self.ours.clone(),
             attempt: 0,
             running: false,
             verified: false,

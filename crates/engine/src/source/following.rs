@@ -69,7 +69,7 @@ impl Source<'_> {
         let how = (self.vm.was_running(), self.options.post_copy_safe.as_deref());
         let record = Record::new(told, shown, &self.common, how, (&self.ram, &[]));
         let mut place = Place::new(path);
-        let record = record.behind(self.restarts);
+        let record = record.behind(self.restarts).begun_with(&self.options.security);
         place.write(&record)?;
         self.followed = Some((place, record));
         Ok(())
@@ -100,6 +100,9 @@ impl Source<'_> {
         let running = self.vm.was_running();
         let found = Record::find(&mut place, running, (&self.ram, &[]), |_| None)?;
         let record = found.ok_or_else(|| place.refused("it is not there"))?;
+        if let Some(why) = record.other_keys(&self.options.security) {
+            return Err(place.left_for_its_keys(why));
+        }
         let (place, record) = self.followed.insert((place, record));
         place.write(record)?;
         self.session.restore(record)?;

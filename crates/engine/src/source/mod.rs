@@ -618,8 +618,11 @@ impl Source<'_> {
         let mut place = Place::new(path);
         let disks = setup.disks.named();
         let (running, safe) = (self.vm.was_running(), self.options.post_copy_safe.as_deref());
-        let elsewhere = |record: &Record| record.copies_elsewhere(safe);
-        let found = Record::find(&mut place, running, (&self.ram, &disks), elsewhere)?;
+        let unfit = |record: &Record| {
+            let elsewhere = record.copies_elsewhere(safe);
+            elsewhere.or_else(|| record.other_keys(&self.options.security))
+        };
+        let found = Record::find(&mut place, running, (&self.ram, &disks), unfit)?;
         if let Some(record) = &found {
             let taken_up = self.session.restore(record).and_then(|()| setup.restart(self, record));
             taken_up.and_then(|()| place.write(record)).inspect_err(|error| {
@@ -650,7 +653,8 @@ impl Source<'_> {
         }
         let how = (self.vm.was_running(), self.options.post_copy_safe.as_deref());
         let (told, shown) = self.session.known_by();
-        place.write(&Record::new(told, shown, common, how, (&self.ram, &disks.named())))
+        let record = Record::new(told, shown, common, how, (&self.ram, &disks.named()));
+        place.write(&record.begun_with(&self.options.security))
     }
 
     /// Whether connections that are lost now are made again.

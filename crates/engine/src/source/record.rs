@@ -15,6 +15,7 @@ use super::common::Common;
 use crate::EngineError;
 use crate::compression::Codecs;
 use crate::record::Place;
+use crate::security::Security;
 
 /// Attempts to connect that one source can make: the next one counts on from there.
 const ATTEMPTS: u32 = 1 << 24;
@@ -33,6 +34,9 @@ pub(super) struct Record {
     codecs: u32,
     /// The certificate that the destination showed.
     shown: Option<Vec<u8>>,
+    /// The one that it was shown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    ours: Option<Vec<u8>>,
     running: bool,
     /// Names and pages of the RAM blocks.
     blocks: Vec<(String, u64)>,
@@ -82,6 +86,7 @@ impl Record {
             features: common.features.0,
             codecs: common.codecs.0,
             shown,
+            ours: None,
             running,
             blocks: named(ram),
             disks: disks.to_vec(),
@@ -97,6 +102,17 @@ impl Record {
         (self.safe.as_deref() != safe).then_some(
             "it was begun with another --postcopy-safe, or without: give what it was begun with",
         )
+    }
+
+    /// Why the destination would not know who goes on with this `security`, if so.
+    pub(super) fn other_keys(&self, security: &Security) -> Option<&'static str> {
+        security.differs(self.shown.as_deref(), self.ours.as_deref())
+    }
+
+    /// The same, which was begun with this `security`.
+    pub(super) fn begun_with(mut self, security: &Security) -> Self {
+        self.ours = security.shows().map(<[u8]>::to_vec);
+        self
     }
 
     /// The directory of the copy of what is missing, if one was wanted.
