@@ -382,7 +382,9 @@ fn a_channel_that_ends_while_the_machine_loads_is_heard_at_once() {
         let waited = waited.recv().unwrap();
         assert!(waited < Duration::from_secs(5), "channel {number}: {waited:?}");
         let failure = moved.received.unwrap_err();
-        assert!(matches!(failure.cause, EngineError::Link { .. }), "channel {number}: {failure}");
+        // The source may have answered by then, and says the same.
+        let words = failure.to_string();
+        assert!(words.contains("the connection to the source broke"), "channel {number}: {words}");
         assert_eq!(moved.result.unwrap_err().survivor, Survivor::Source);
         assert!(!moved.found.ran && moved.source.running.load(Ordering::Relaxed));
     }
