@@ -36,6 +36,7 @@ mod settings;
 mod shell;
 mod simulate;
 mod steer;
+mod under_way;
 mod upgrade;
 mod vm;
 

@@ -8,7 +8,6 @@ use std::time::Duration;
 use clap::Args;
 use godwit_confine::Rights;
 use godwit_control::messages::{Answer, Cost, DiskWish, Request};
-use godwit_control::watch::{LAST_WORDS, Watched};
 use godwit_control::{client, events};
 use godwit_disk::{DiskChoice, parse_granularity};
 use godwit_engine::Survivor;
@@ -18,23 +17,22 @@ use godwit_engine::report::{Measures, Progress, Stage};
 use godwit_engine::security::SecurityWish;
 use godwit_engine::source::{Options, PostCopy, Verify, follow, migrate};
 use godwit_qemu::{QemuError, QemuSource, Reporting};
-use godwit_report::{Record, Recorder, Side};
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
 use serde_json::Value;
 
 use crate::at_switchover::{Guest, HookArguments, Hooks};
 use crate::deadline::{Deadline, OnTimeout};
 use crate::layout;
-use crate::otlp::{self, Collector};
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
 use crate::processors::ProcessorArguments;
-use crate::records::{self, on_off};
+use crate::records::on_off;
 use crate::rights;
 use crate::say;
 use crate::security::SecurityArguments;
 use crate::settings::Given;
-use crate::steer::{self, Engine, Host};
+use crate::steer::Engine;
+use crate::under_way::{UnderWay, UnderWayArguments};
 use crate::vm::{RequestError, VmName, absolute, domain_wanted, libvirt_uri, refused_qemu};
 
 /// Move the guest of a VM on this host to where `godwit receive` listens.
@@ -72,10 +70,8 @@ pub(crate) struct Move {
     #[command(flatten)]
     processors: ProcessorArguments,
 
-    /// The name under which `godwit status`, `set`, `switchover` and `cancel` find it [default: the
-    /// process id]
-    #[arg(long, value_name = "NAME", value_parser = name)]
-    name: Option<String>,
+    #[command(flatten)]
+    under_way: UnderWayArguments,
 
     /// Of an audit (godwit audit, or --audit): write down where each page came from, a line for
     /// each time that one was sent
@@ -148,18 +144,6 @@ pub(crate) struct Move {
     /// and only the system calls of that: for a host where that is in the way
     #[arg(long)]
     unconfined: bool,
-
-    /// Keep a record of it, which `godwit report` shows: in $XDG_STATE_HOME/godwit/records, or
-    /// ~/.local/state/godwit/records; of root /var/lib/godwit/records
-    #[arg(long = "record", value_name = "on|off", default_value = "on")]
-    #[arg(action = clap::ArgAction::Set, value_parser = on_off)]
-    keeps_record: bool,
-
-    /// When it is over, tell the OpenTelemetry collector there what it was made of (OTLP over
-    /// HTTP): spans of its rounds, outages and the parts of its downtime. With TRACEPARENT in the
-    /// environment they belong to that trace
-    #[arg(long, value_name = "URL")]
-    otlp: Option<Collector>,
 
     #[command(flatten)]
     switchover: HookArguments,
@@ -257,16 +241,6 @@ fn granularity(text: &str) -> Result<Granularity, String> {
     if text == "auto" { Ok(None) } else { parse_granularity(text).map(Some) }
 }
 
-/// A name that makes a file name.
-fn name(text: &str) -> Result<String, String> {
-    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-    if (1..=64).contains(&text.len()) && text.chars().all(fits) && !text.starts_with('.') {
-        Ok(text.to_owned())
-    } else {
-        Err("use 1 to 64 letters, digits, '-', '_' and '.', and no '.' in front".to_owned())
-    }
-}
-
 /// What a source needs of what root may do, for a QEMU of another user; docs/security.md.
 const RIGHTS: Rights = Rights::TRACE
     .and(Rights::MAPPED)
@@ -349,39 +323,27 @@ fn run_as(arguments: &Move, how: &How) -> ExitCode {
     arguments.hooks.put_into(&mut options);
     let disks =
         DiskWish { choice: arguments.disks.clone(), granularity: arguments.disk_granularity };
-    let name = arguments.name.clone().unwrap_or_else(|| std::process::id().to_string());
     let engine = match &arguments.vm {
         VmName::Qemu(_) | VmName::Libvirt { .. } | VmName::Proxmox(_) => {
             Engine::Here(handle.clone())
         }
         VmName::Microvm(path) => Engine::Microvm(path.clone()),
     };
-    let watched = Watched::default();
-    let host = Host { vm, to, engine, watched: watched.clone() };
-    let socket = match steer::serve(&name, host.clone()) {
-        Ok(socket) => Some(socket),
-        Err(error) if arguments.name.is_some() => {
-            output::refusal(&format!("--name {name}: {error}"), arguments.json);
-            return ExitCode::from(FAILED);
-        }
+    let mut under_way = match UnderWay::begin(&arguments.under_way, (vm, to), engine) {
+        Ok(under_way) => under_way,
         Err(error) => {
-            eprintln!("godwit: this migration cannot be asked or changed while it runs: {error}");
-            None
+            output::refusal(&error, arguments.json);
+            return ExitCode::from(FAILED);
         }
     };
     let mut display = Display::new(arguments.json);
     let mut deadline = arguments.finish_by.map(|limit| Deadline::new(limit, arguments.on_timeout));
-    let recorded = arguments.keeps_record || arguments.otlp.is_some();
-    let mut recording = recorded.then(|| Recording::begin(arguments));
     let guest = hooks.guest();
     let wishes = (&disks, &security);
     let moved = (arguments, how.state_dir.as_deref());
     let result = move_guest(moved, &options, wishes, guest, &handle, &mut |progress| {
-        if let Some(recording) = &mut recording {
-            recording.see(progress);
-        }
         hooks.look(progress);
-        watched.see(progress);
+        under_way.see(progress);
         display.progress(progress);
         if let Some(deadline) = &mut deadline
             // Nothing can be done any more about one that has left.
@@ -393,27 +355,20 @@ fn run_as(arguments: &Move, how: &How) -> ExitCode {
                 OnTimeout::Cancel => handle.cancel().cancel(),
                 // What has begun by itself meanwhile need not be told to.
                 OnTimeout::Force => {
-                    drop(host.answer(&Request::SwitchOver { force: true, post_copy: false }));
+                    drop(under_way.answer(&Request::SwitchOver { force: true, post_copy: false }));
                 }
                 OnTimeout::Postcopy => {
                     let request = Request::SwitchOver { force: false, post_copy: true };
-                    if let Answer::Refused { error } = host.answer(&request) {
+                    if let Answer::Refused { error } = under_way.answer(&request) {
                         tell_wait(&format!("{error}; it goes on"));
                     }
                 }
             }
         }
     });
-    drop(socket);
     display.finish();
     let last = last_line(&result);
-    watched.end(last.clone());
-    if let Some(recording) = recording
-        // Otherwise nothing has begun.
-        && !matches!(result, Err(RequestError::Refused(_)))
-    {
-        recording.end(&last, arguments);
-    }
+    under_way.end(&last);
     let code = match result {
         Ok((measures, cost)) => {
             tell(&measures, cost, arguments.json.then_some(&last));
@@ -435,7 +390,7 @@ fn run_as(arguments: &Move, how: &How) -> ExitCode {
             }
         }
     };
-    watched.settle(LAST_WORDS);
+    under_way.settle();
     code
 }
 
@@ -562,40 +517,6 @@ fn tell_wait(what: &str) {
         say::rewrite_line();
     }
     eprintln!("godwit: {}", say::line(what));
-}
-
-/// A record of this migration, in the making.
-struct Recording {
-    recorder: Recorder,
-    vm: String,
-    began_ms: u64,
-}
-
-impl Recording {
-    fn begin(arguments: &Move) -> Self {
-        let vm = arguments.name.clone().unwrap_or_else(|| arguments.vm.to_string());
-        let head = records::head(vm.clone(), arguments.to.to_string());
-        let began_ms = head.began_ms.unwrap_or_default();
-        Self { recorder: Recorder::new(head), vm, began_ms }
-    }
-
-    fn see(&mut self, progress: &Progress) {
-        self.recorder.see(progress);
-    }
-
-    /// What cannot be kept, or told to a collector, is said, and is no failure.
-    fn end(&self, last: &Value, arguments: &Move) {
-        let lines = self.recorder.lines(last);
-        if arguments.keeps_record {
-            records::keep(Side::Source, &self.vm, self.began_ms, &lines);
-        }
-        if let Some(collector) = &arguments.otlp {
-            let told = Record::read(lines.as_bytes()).map_err(anyhow::Error::from);
-            if let Err(error) = told.and_then(|record| otlp::send(&record, collector)) {
-                eprintln!("godwit: {}", say::line(format!("{error:#}")));
-            }
-        }
-    }
 }
 
 /// Tells how it ended, to programs by the `last` line.

@@ -44,7 +44,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "SIDE", value_parser = side)]
     side: Option<Side>,
 
-    /// List the records that are kept, the newest first, each with its side
+    /// List the records that are kept, the newest first, each behind its side
     #[arg(long, conflicts_with_all = ["record", "out", "otlp"])]
     list: bool,
 
@@ -81,14 +81,31 @@ fn list(arguments: &Arguments) -> anyhow::Result<()> {
     for Kept { name, path, side } in &kept {
         if json {
             json_line(&json!({ "name": name, "path": path, "side": side.word() }));
-        } else {
-            println!("{name}  {}", side.word());
         }
+    }
+    if !json {
+        print!("{}", as_text(&kept));
     }
     if kept.is_empty() && !json {
         println!("no records in {}", store.directory().display());
     }
     Ok(())
+}
+
+/// A line for each: its side, and behind that the name, which may be of any length.
+fn as_text(kept: &[Kept]) -> String {
+    let width = Side::Destination.word().len();
+    let line = |Kept { name, side, .. }: &Kept| format!("{:width$}  {name}\n", side.word());
+    kept.iter().map(line).collect()
+}
+
+/// What its page is called: each side of a migration has one, also where both are kept on one host
+/// and have begun at once.
+fn page_name(kept: &Kept) -> String {
+    match kept.side {
+        Side::Source => kept.name.clone(),
+        Side::Destination => format!("{}-{}", kept.name, kept.side.word()),
+    }
 }
 
 /// Those of `side`, or all, the newest first.
@@ -152,7 +169,8 @@ fn find(wanted: Option<&str>, side: Option<Side>) -> anyhow::Result<(String, Doc
         Some("-") => {
             let read = Document::read(std::io::stdin().lock()).context("standard input")?;
             let name = match read {
-                Document::Migration(_) | Document::Arrival(_) => "migration",
+                Document::Migration(_) => "migration",
+                Document::Arrival(_) => "migration-destination",
                 Document::Figures(_) => "figures",
             };
             Ok((name.to_owned(), read))
@@ -169,12 +187,14 @@ fn find(wanted: Option<&str>, side: Option<Side>) -> anyhow::Result<(String, Doc
             let fits = |kept: &&Kept| wanted.is_none_or(|wanted| kept.name.starts_with(wanted));
             let mut found = kept.iter().filter(fits);
             match (found.next(), found.next(), wanted) {
-                (Some(_), Some(_), Some(wanted)) => {
-                    bail!("several records begin with {wanted}: godwit report --list shows them")
-                }
-                (Some(Kept { name, path, .. }), ..) => {
+                (Some(_), Some(_), Some(wanted)) => bail!(
+                    "several records begin with {wanted}: godwit report --list shows them, and \
+                     --side tells those of one name apart"
+                ),
+                (Some(kept), ..) => {
+                    let Kept { name, path, .. } = kept;
                     let file = File::open(path).with_context(|| path.display().to_string())?;
-                    Ok((name.clone(), read(file, name)?))
+                    Ok((page_name(kept), read(file, name)?))
                 }
                 (None, _, Some(wanted)) => {
                     bail!("no record in {place} begins with {wanted}: godwit report --list")
@@ -184,5 +204,33 @@ fn find(wanted: Option<&str>, side: Option<Side>) -> anyhow::Result<(String, Doc
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kept(began_ms: u64, vm: &str, side: Side) -> Kept {
+        let name = format!("{began_ms:013}-{vm}");
+        Kept { path: PathBuf::from(&name), name, side }
+    }
+
+    #[test]
+    fn both_sides_of_a_move_within_a_host_have_pages_of_their_own() {
+        let sides = [Side::Source, Side::Destination].map(|side| kept(7, "web01", side));
+        let [source, destination] = sides.each_ref().map(page_name);
+        assert_eq!(source, "0000000000007-web01");
+        assert_eq!(destination, "0000000000007-web01-destination");
+    }
+
+    #[test]
+    fn the_sides_of_a_list_stand_below_each_other_whatever_the_names_are() {
+        let long = "a-name-of-a-virtual-machine-that-is-longer-than-others";
+        let all = [kept(8, long, Side::Destination), kept(7, "b", Side::Source)];
+        let text = as_text(&all);
+        let lines: Vec<(&str, &str)> = text.lines().map(|line| line.split_at(13)).collect();
+        let name = all[0].name.as_str();
+        assert_eq!(lines, [("destination  ", name), ("source       ", "0000000000007-b")]);
     }
 }

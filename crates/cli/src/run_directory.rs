@@ -1,5 +1,5 @@
-//! The sockets of migrations in the run directory, which is swept when one more is made, and the
-//! names of evacuations.
+//! The sockets of migrations and upgrades in the run directory, which is swept when one more is
+//! made, and the names of evacuations.
 //!
 //! Invariant: no socket is served in a directory to which another user could add, and none is
 //! removed at which somebody listens or is about to: sweeping and binding are done under one lock.
@@ -19,14 +19,20 @@ use rustix::fs::FlockOperation;
 /// Those who hold the lock sweep and bind, which takes them no time.
 const LOCK_LIMIT: Duration = Duration::from_secs(2);
 
-/// Listens at the socket for `name` in `directory`, and removes those that a godwit left behind
-/// that was killed.
+/// How the names of sockets end at which a migration or an upgrade is asked: whoever looks for
+/// those that are under way asks all of them.
+pub(crate) const CONTROL: &str = "sock";
+/// And of those at which both sides of an upgrade meet, which are nobody else's.
+pub(crate) const MEETING: &str = "meeting";
+
+/// Listens at the socket for `name` in `directory`, of the kind that `ending` says, and removes
+/// those that a godwit left behind that was killed.
 ///
 /// # Errors
 /// When the directory is not `user`'s own, or somebody listens there.
 pub(crate) fn listen(
     directory: &Path,
-    name: &str,
+    (name, ending): (&str, &str),
     user: u32,
 ) -> Result<(UnixListener, Socket), String> {
     let failed = |error: std::io::Error| format!("{}: {error}", directory.display());
@@ -40,7 +46,7 @@ pub(crate) fn listen(
         std::thread::sleep(Duration::from_millis(10));
     }
     sweep(directory);
-    bind(&directory.join(format!("{name}.sock"))).map_err(|error| error.to_string())
+    bind(&directory.join(format!("{name}.{ending}"))).map_err(|error| error.to_string())
 }
 
 /// The name of an evacuation, which no other on this host has meanwhile.
@@ -127,9 +133,10 @@ fn is_at(file: &File, path: &Path) -> bool {
 fn sweep(directory: &Path) {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let sockets = entries.map(|entry| entry.path());
-    for socket in
-        sockets.filter(|path| path.extension().is_some_and(|extension| extension == "sock"))
-    {
+    let is_ours = |path: &PathBuf| {
+        path.extension().is_some_and(|extension| extension == CONTROL || extension == MEETING)
+    };
+    for socket in sockets.filter(is_ours) {
         let answer = UnixStream::connect(&socket);
         if answer.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused) {
             let _ = std::fs::remove_file(&socket);
@@ -165,7 +172,7 @@ mod tests {
     #[test]
     fn a_directory_of_ones_own_is_made_for_its_owner_only() {
         let dir = Dir::new("own");
-        let (_listener, socket) = listen(&dir.0, "a", own()).unwrap();
+        let (_listener, socket) = listen(&dir.0, ("a", CONTROL), own()).unwrap();
         assert_eq!(std::fs::metadata(&dir.0).unwrap().mode() & 0o7777, 0o700);
         assert!(dir.0.join("a.sock").exists());
         drop(socket);
@@ -178,18 +185,18 @@ mod tests {
         std::fs::create_dir(&dir.0).unwrap();
         for mode in [0o777, 0o720, 0o1777] {
             std::fs::set_permissions(&dir.0, PermissionsExt::from_mode(mode)).unwrap();
-            let error = listen(&dir.0, "a", own()).unwrap_err();
+            let error = listen(&dir.0, ("a", CONTROL), own()).unwrap_err();
             assert!(error.contains(&format!("(mode {mode:o}): chmod 700 /")), "{error}");
         }
         std::fs::set_permissions(&dir.0, PermissionsExt::from_mode(0o700)).unwrap();
-        let error = listen(&dir.0, "a", own() + 1).unwrap_err();
+        let error = listen(&dir.0, ("a", CONTROL), own() + 1).unwrap_err();
         assert!(
             error.contains("belongs to another user: remove it, or set XDG_RUNTIME_DIR"),
             "{error}"
         );
         let link = Dir::new("link");
         std::os::unix::fs::symlink(&dir.0, &link.0).unwrap();
-        let error = listen(&link.0, "a", own()).unwrap_err();
+        let error = listen(&link.0, ("a", CONTROL), own()).unwrap_err();
         assert!(error.contains("is not a directory"), "{error}");
     }
 
@@ -227,17 +234,19 @@ mod tests {
     #[test]
     fn sockets_that_nobody_holds_are_removed_and_others_kept() {
         let dir = Dir::new("sweep");
-        let (_served, _socket) = listen(&dir.0, "served", own()).unwrap();
-        // As a process that was killed leaves it.
+        let (_served, _socket) = listen(&dir.0, ("served", CONTROL), own()).unwrap();
+        let (_met, _meeting) = listen(&dir.0, ("7", MEETING), own()).unwrap();
+        // As processes that were killed leave them.
         drop(UnixListener::bind(dir.0.join("dead.sock")).unwrap());
+        drop(UnixListener::bind(dir.0.join("8.meeting")).unwrap());
         std::fs::write(dir.0.join("notes"), "").unwrap();
-        let (_listener, _own) = listen(&dir.0, "own", own()).unwrap();
+        let (_listener, _own) = listen(&dir.0, ("own", CONTROL), own()).unwrap();
         let mut names: Vec<String> = std::fs::read_dir(&dir.0)
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
         names.sort();
-        assert_eq!(names, ["notes", "own.sock", "served.sock"]);
-        assert!(listen(&dir.0, "served", own()).is_err(), "a name that is in use");
+        assert_eq!(names, ["7.meeting", "notes", "own.sock", "served.sock"]);
+        assert!(listen(&dir.0, ("served", CONTROL), own()).is_err(), "a name that is in use");
     }
 }

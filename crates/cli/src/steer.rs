@@ -1,5 +1,5 @@
 //! `godwit status`, `set`, `switchover` and `cancel`: looking at a migration that runs, and
-//! changing it; and the socket at which `godwit migrate` can be asked.
+//! changing it; and the socket at which `godwit migrate` and `godwit upgrade` can be asked.
 //!
 //! The socket speaks the same lines as a microvm's control socket. For a microvm, whose engine is
 //! elsewhere, it only passes them on.
@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 use crate::layout;
 use crate::output::{self, Display, json_line};
 use crate::process::FAILED;
-use crate::run_directory;
+use crate::run_directory::{self, CONTROL};
 use crate::say;
 use crate::settings::{self, Assignment};
 use crate::vm::{VmName, domain_wanted, libvirt_uri, refused_qemu};
@@ -237,7 +237,7 @@ fn watch(which: &Which, json: bool) -> ExitCode {
     if json {
         json_line(&json!({ "event": "ended", "migration": name }));
     } else {
-        let words = "it has ended; godwit migrate tells how, and godwit report what it was like";
+        let words = "it has ended; who began it is told how, and godwit report what it was like";
         eprintln!("migration {name}: {words}");
     }
     ExitCode::SUCCESS
@@ -330,8 +330,8 @@ pub(crate) fn switchover(arguments: &SwitchoverArguments) -> ExitCode {
 
 pub(crate) fn cancel(arguments: &CancelArguments) -> ExitCode {
     ask(&arguments.which, &Request::Cancel, |_| {
-        "it is being cancelled; the guest stays at the source, and godwit migrate says when all is \
-         undone"
+        "it is being cancelled; the guest stays where it is, and who began the migration is told \
+         when all is undone"
             .to_owned()
     })
 }
@@ -475,7 +475,7 @@ pub(crate) fn running() -> Found {
         let mut sockets: Vec<PathBuf> = entries
             .flatten()
             .map(|entry| entry.path())
-            .filter(|path| path.extension().is_some_and(|extension| extension == "sock"))
+            .filter(|path| path.extension().is_some_and(|extension| extension == CONTROL))
             .filter(|path| UnixStream::connect(path).is_ok())
             .collect();
         sockets.sort();
@@ -502,6 +502,8 @@ pub(crate) struct Host {
 pub(crate) enum Engine {
     /// The engine in this process.
     Here(MigrationHandle),
+    /// The same with both sides of it, for an upgrade.
+    Both(MigrationHandle),
     /// That of the microvm behind this socket.
     Microvm(PathBuf),
 }
@@ -512,7 +514,7 @@ pub(crate) enum Engine {
 /// Why it cannot be; the migration can do without.
 pub(crate) fn serve(name: &str, host: Host) -> Result<Socket, String> {
     let (listener, socket) =
-        run_directory::listen(&directory(), name, rustix::process::getuid().as_raw())?;
+        run_directory::listen(&directory(), (name, CONTROL), rustix::process::getuid().as_raw())?;
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             // One after the other: requests are answered at once, and who does not ask is not
@@ -548,6 +550,10 @@ impl Host {
     pub(crate) fn answer(&self, request: &Request) -> Answer {
         let answer = match &self.engine {
             Engine::Here(handle) => steer(handle, request),
+            Engine::Both(handle) => match not_for_both(request) {
+                Some(why) => Answer::Refused { error: why.to_owned() },
+                None => steer(handle, request),
+            },
             Engine::Microvm(path) => client::ask(path, request)
                 .unwrap_or_else(|error| Answer::Refused { error: error.to_string() }),
         };
@@ -559,6 +565,19 @@ impl Host {
             }),
             answer => answer,
         }
+    }
+}
+
+/// Why `request` makes no sense where one process has both sides, if it does not.
+fn not_for_both(request: &Request) -> Option<&'static str> {
+    match request {
+        Request::Redirect { .. } => Some(
+            "an upgrade has no connections but within its process: there is no other way for them",
+        ),
+        Request::SwitchOver { post_copy: true, .. } => {
+            Some("an upgrade has no post-copy: the guest leaves the old QEMU when all is copied")
+        }
+        _ => None,
     }
 }
 

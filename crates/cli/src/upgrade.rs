@@ -6,6 +6,9 @@ use std::process::ExitCode;
 use std::thread;
 
 use clap::Args;
+use godwit_control::events;
+use godwit_control::messages::Cost;
+use godwit_control::steer::Socket;
 use godwit_disk::DiskChoice;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::handle::MigrationHandle;
@@ -13,16 +16,18 @@ use godwit_engine::report::Measures;
 use godwit_engine::{Cancel, EngineError, Failure, destination, source};
 use godwit_qemu::{
     InPlace, Mapping, QemuError, QemuSource, StartTerms, StartedDestination, Successor,
-    run_directory,
 };
 use godwit_units::{GRAMMAR, format_duration};
 use serde_json::{Value, json};
 
 use crate::output::{self, Display, json_line};
-use crate::process::{self, FAILED};
+use crate::process::{self, FAILED, USAGE};
 use crate::receive::tell_shown;
+use crate::run_directory::{self, MEETING};
 use crate::say;
 use crate::settings::Given;
+use crate::steer::Engine;
+use crate::under_way::{UnderWay, UnderWayArguments};
 use crate::vm::{RequestError, VmName, refused_qemu};
 
 /// Change the QEMU under a guest that goes on, on this host.
@@ -72,7 +77,7 @@ pub(crate) struct Arguments {
     allow_differences: Vec<String>,
 
     /// Where memory has to be copied: also if this host, or the control group of this command, may
-    /// not have room for it twice; then the kernel may end the VM when memory runs out
+    /// not have room for it twice; when memory runs out, the kernel ends the new QEMU first
     #[arg(long)]
     overcommit: bool,
 
@@ -83,6 +88,9 @@ pub(crate) struct Arguments {
 
     #[command(flatten)]
     settings: Given,
+
+    #[command(flatten)]
+    under_way: UnderWayArguments,
 
     #[cfg(feature = "test-hooks")]
     #[command(flatten)]
@@ -147,14 +155,32 @@ struct Upgraded {
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let cancel = process::cancel_on_signals();
-    match upgrade(arguments, cancel) {
-        Ok(Some(upgraded)) => {
-            tell(&upgraded, arguments.json);
-            ExitCode::SUCCESS
+    let handle = match MigrationHandle::typed(settings(arguments), cancel) {
+        Ok(handle) => handle,
+        Err(error) => {
+            output::refusal(&error, arguments.json);
+            return ExitCode::from(USAGE);
         }
-        Ok(None) => {
+    };
+    let names = (arguments.vm.to_string(), new_one(arguments));
+    let mut under_way =
+        match UnderWay::begin(&arguments.under_way, names, Engine::Both(handle.clone())) {
+            Ok(under_way) => under_way,
+            Err(error) => {
+                output::refusal(&error, arguments.json);
+                return ExitCode::from(FAILED);
+            }
+        };
+    let result = upgrade(arguments, &handle, &mut under_way);
+    let last = last_line(&result);
+    under_way.end(&last);
+    let code = match result {
+        Ok(upgraded) => {
             if arguments.json {
-                json_line(&json!({ "outcome": "shown" }));
+                json_line(&last);
+            }
+            if let Some(upgraded) = upgraded {
+                tell(&upgraded, arguments.json);
             }
             ExitCode::SUCCESS
         }
@@ -166,11 +192,35 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             output::failure(&failure, arguments.json);
             process::exit_code(&failure)
         }
+    };
+    under_way.settle();
+    code
+}
+
+/// Where the guest goes, in words.
+fn new_one(arguments: &Arguments) -> String {
+    let commanded = arguments.exec.iter().flatten().next().map(String::as_str);
+    let named = arguments.program.as_ref().map(|program| program.to_string_lossy());
+    let program = commanded.or(named.as_deref()).unwrap_or("another QEMU");
+    format!("{program} on this host")
+}
+
+/// How it ended, for programs.
+fn last_line(result: &Result<Option<Upgraded>, RequestError>) -> Value {
+    match result {
+        Ok(Some(upgraded)) => upgraded.line(process::cost()),
+        Ok(None) => json!({ "outcome": "shown" }),
+        Err(RequestError::Refused(error)) => events::refused(error),
+        Err(RequestError::Failed(failure)) => events::failed(failure),
     }
 }
 
 /// Moves the guest; `None` if it was only to be shown how.
-fn upgrade(arguments: &Arguments, cancel: Cancel) -> Result<Option<Upgraded>, RequestError> {
+fn upgrade(
+    arguments: &Arguments,
+    handle: &MigrationHandle,
+    under_way: &mut UnderWay,
+) -> Result<Option<Upgraded>, RequestError> {
     let VmName::Qemu(path) = &arguments.vm else {
         let words = "an upgrade is for a QEMU that is reached by its own monitor: qemu:PATH or \
                      pid:N; managers of VMs start theirs themselves";
@@ -188,9 +238,7 @@ fn upgrade(arguments: &Arguments, cancel: Cancel) -> Result<Option<Upgraded>, Re
     let memory = old.in_place();
     let copied = memory.as_ref().is_some_and(|memory| memory.is_copied());
     let new = StartedDestination::new(terms(arguments, memory.clone())).map_err(refused)?;
-    let (listener, address) = listener()?;
-    let handle = MigrationHandle::typed(settings(arguments), cancel)
-        .map_err(|error| RequestError::Refused(error.to_string().into()))?;
+    let (listener, address, _meeting) = listener()?;
     if !copied {
         // There is nothing to wait for: of the downtime hardly anything could be foreseen where
         // hardly a byte is sent.
@@ -199,7 +247,7 @@ fn upgrade(arguments: &Arguments, cancel: Cancel) -> Result<Option<Upgraded>, Re
     }
     let was = (old.version(), old.pid());
     let ways = (&listener, &address);
-    let (moved, has_shown) = move_guest(&mut old, new, ways, &handle, (arguments, copied));
+    let (moved, has_shown) = move_guest(&mut old, new, ways, (handle, under_way), arguments);
     if let (Err(_), Some(memory)) = (&moved, &memory) {
         memory.drop_names();
     }
@@ -264,18 +312,20 @@ fn terms(arguments: &Arguments, in_place: Option<std::sync::Arc<InPlace>>) -> St
     }
 }
 
-/// Where the two sides meet: a socket in a directory of this user's alone.
-fn listener() -> Result<(Listener, Address), RequestError> {
-    let directory = run_directory::path();
-    let user = rustix::process::getuid().as_raw();
-    run_directory::make(&directory, user).map_err(|error| RequestError::Refused(error.into()))?;
-    let path = directory.join(format!("upgrade-{}.sock", std::process::id()));
-    let address = Address::Unix(path);
-    let listener = Listener::bind(&address).map_err(|source| {
+/// Where the two sides meet: a socket in a directory of this user's alone, whose file goes with the
+/// last of what is returned.
+fn listener() -> Result<(Listener, Address, Socket), RequestError> {
+    let directory = godwit_qemu::run_directory::path();
+    let refused = |error: String| RequestError::Refused(error.into());
+    let (name, user) = (std::process::id().to_string(), rustix::process::getuid().as_raw());
+    let met = run_directory::listen(&directory, (&name, MEETING), user).map_err(refused)?;
+    let (listener, socket) = met;
+    let address = Address::Unix(directory.join(format!("{name}.{MEETING}")));
+    let listener = Listener::inherited(listener).map_err(|source| {
         let error = EngineError::Listen { address: address.to_string(), source };
         RequestError::Refused(error.into())
     })?;
-    Ok((listener, address))
+    Ok((listener, address, socket))
 }
 
 /// Runs both sides to their ends; and whether the new one has only shown what it would start.
@@ -283,9 +333,10 @@ fn move_guest(
     old: &mut QemuSource,
     mut new: StartedDestination,
     (listener, address): (&Listener, &Address),
-    handle: &MigrationHandle,
-    (arguments, copied): (&Arguments, bool),
+    (handle, under_way): (&MigrationHandle, &mut UnderWay),
+    arguments: &Arguments,
 ) -> (Result<Measures, Failure>, bool) {
+    let copied = old.in_place().is_some_and(|memory| memory.is_copied());
     let mut options = source::Options::new(address.clone());
     // Connections within a process are not lost; and where no page is sent none is to be
     // remembered.
@@ -309,6 +360,7 @@ fn move_guest(
             (taken, new.has_shown())
         });
         let moved = source::migrate(old, &options, handle, &mut |progress| {
+            under_way.see(progress);
             if let Some(display) = &mut display {
                 display.progress(progress);
             }
@@ -328,32 +380,41 @@ fn version((major, minor, micro): (u64, u64, u64)) -> String {
     format!("{major}.{minor}.{micro}")
 }
 
+impl Upgraded {
+    /// For programs.
+    fn line(&self, cost: Cost) -> Value {
+        let Self { measures, successor, copied, old, remarks } = self;
+        let own = json!({
+            "outcome": "upgraded",
+            "memory": if *copied { "copied" } else { "in-place" },
+            "pid": successor.map(|new| new.pid),
+            "version": successor.map(|new| version(new.version)),
+            "old_pid": old.1,
+            "old_version": version(old.0),
+            "remarks": remarks,
+        });
+        let mut line = events::migrated(measures, cost);
+        if let (Value::Object(line), Value::Object(own)) = (&mut line, own) {
+            line.extend(own);
+        }
+        line
+    }
+}
+
+/// For people; what is not as it should be, in any case.
 fn tell(upgraded: &Upgraded, json: bool) {
     let Upgraded { measures, successor, copied, old, remarks } = upgraded;
     for remark in remarks {
         eprintln!("godwit: {}", say::line(remark));
     }
-    let now = successor.map(|new| version(new.version));
-    let pid = successor.map(|new| new.pid);
     if json {
-        let memory = if *copied { "copied" } else { "in-place" };
-        let mut value = json!({
-            "outcome": "upgraded", "memory": memory, "pid": pid, "version": now,
-            "old_pid": old.1, "old_version": version(old.0), "remarks": remarks,
-        });
-        if let (Value::Object(object), Ok(Value::Object(rest))) =
-            (&mut value, serde_json::to_value(measures))
-        {
-            object.extend(rest);
-        }
-        json_line(&value);
         return;
     }
     println!(
         "upgraded: the guest runs in process {} (QEMU {}), and was stopped for {}; {}that of QEMU \
          {}, {}, has ended",
-        pid.unwrap_or_default(),
-        now.unwrap_or_default(),
+        successor.map(|new| new.pid).unwrap_or_default(),
+        successor.map(|new| version(new.version)).unwrap_or_default(),
         format_duration(measures.downtime),
         if *copied { format!("its {} were copied; ", measures.ram) } else { String::new() },
         version(old.0),

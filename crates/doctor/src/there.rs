@@ -4,6 +4,7 @@
 //! and of the limits of control groups, and says itself what it would refuse.
 
 use godwit_engine::facts::{Facts, HugePages};
+use godwit_memory::huge_pool;
 use godwit_units::ByteCount;
 
 use crate::finding::Finding;
@@ -136,10 +137,9 @@ fn huge_pages(pools: &[HugePages], guest: Option<&Guest>) -> Vec<Finding> {
             return Finding::good(WHAT, text);
         }
         let text = format!("{text}: too few, unless its VM there has them already");
-        let kib = size.0 >> 10;
-        let path = format!("/sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages");
+        let path = huge_pool(*size).join("nr_hugepages");
         let enough = total.saturating_add(needed - free);
-        Finding::note(WHAT, text).cured(format!("there: echo {enough} > {path}"))
+        Finding::note(WHAT, text).cured(format!("there: echo {enough} > {}", path.display()))
     };
     guest.huge_pages.iter().map(one).collect()
 }
@@ -223,7 +223,7 @@ mod tests {
         let findings = there(Some(&facts()), &facts(), Some(&large));
         assert!(findings.iter().take(2).all(|finding| finding.cure.is_some()), "{findings:?}");
         // 513: those there are, and what is missing.
-        assert!(findings[1].cure.as_deref().is_some_and(|cure| cure.contains("echo 513 > ")));
+        assert!(findings[1].cure.as_deref().is_some_and(|cure| cure.contains("echo 513 > /sys/")));
         // A size that the other host does not know.
         let other = Guest { huge_pages: vec![(GIB, GIB)], memory: GIB };
         assert_eq!(verdicts(&other)[1], ("huge pages", Verdict::Note));

@@ -4,6 +4,7 @@
 //! promised that do not use it yet: nobody else keeps that free while they fill it.
 
 use godwit_daemon::messages::Room;
+use godwit_memory::in_meminfo;
 use godwit_units::ByteCount;
 
 use crate::config::Config;
@@ -20,8 +21,8 @@ pub(crate) fn room(config: &Config, promised: ByteCount, arriving: u32) -> Room 
     let load = load.split(' ').next().and_then(|text| text.parse().ok()).unwrap_or(0.0);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let processors = u32::try_from(processors).unwrap_or(u32::MAX);
-    let memory_bytes = in_meminfo(&meminfo, "MemTotal:");
-    let available_bytes = in_meminfo(&meminfo, "MemAvailable:");
+    let memory = |name| in_meminfo(&meminfo, name).unwrap_or(0);
+    let (memory_bytes, available_bytes) = (memory("MemTotal:"), memory("MemAvailable:"));
     let usual = (memory_bytes / 20).max(LEAST_RESERVE);
     let reserve_bytes = config.reserve.map_or(usual, |reserve| reserve.0);
     Room {
@@ -48,13 +49,6 @@ fn at_once(most: u32, load: f64, processors: u32) -> u32 {
     if load > f64::from(processors) { 1 } else { most }
 }
 
-/// A line of /proc/meminfo (proc_meminfo(5)), in bytes.
-fn in_meminfo(text: &str, name: &str) -> u64 {
-    let line = text.lines().find_map(|line| line.strip_prefix(name));
-    let kib = line.and_then(|text| text.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    kib.unwrap_or(0).saturating_mul(1024)
-}
-
 /// Its name in /proc/cpuinfo (proc_cpuinfo(5)).
 fn processor(text: &str) -> &str {
     let line = text.lines().find(|line| line.starts_with("model name"));
@@ -67,9 +61,6 @@ mod tests {
 
     #[test]
     fn files_of_the_kernel_are_read_as_they_are() {
-        let text = "MemTotal:       24684084 kB\nMemAvailable:   23299080 kB\n";
-        assert_eq!(in_meminfo(text, "MemAvailable:"), 23_299_080 << 10);
-        assert_eq!(in_meminfo(text, "SwapFree:"), 0);
         let text = "processor\t: 0\nmodel name\t: AMD EPYC 7763 64-Core Processor\nflags\t: fpu\n";
         assert_eq!(processor(text), "AMD EPYC 7763 64-Core Processor");
         assert_eq!(processor(""), "unknown");

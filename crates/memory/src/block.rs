@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use rustix::fs::MemfdFlags;
 
-use crate::backing::{Backing, FileBacking, Place, Space, unreserved};
+use crate::backing::{Backing, FileBacking, Place, Space, huge_pool, unreserved};
 use crate::{DataExtents, DataHint};
 
 /// `statfs.f_type` of tmpfs, from `linux/magic.h`.
@@ -60,11 +60,7 @@ pub enum MemoryError {
     #[error(
         "RAM block '{block}': its {size} cannot be reserved in huge pages, of which {free} are \
          free: raise {}",
-        if page.0 == 2 << 20 {
-            "/proc/sys/vm/nr_hugepages".to_owned()
-        } else {
-            format!("/sys/kernel/mm/hugepages/hugepages-{}kB/nr_hugepages", page.0 >> 10)
-        }
+        huge_pool(*page).join("nr_hugepages").display()
     )]
     NoHugePages {
         /// The block.

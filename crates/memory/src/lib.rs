@@ -14,7 +14,7 @@ mod rust_vmm;
 mod segment;
 mod tmpfs;
 
-pub use backing::{Backing, FileBacking, Place, ProcessBacking, Space};
+pub use backing::{Backing, FileBacking, Place, ProcessBacking, Space, huge_pool};
 pub use block::{MemoryError, RamBlock};
 pub use extents::{DataExtents, DataHint};
 pub use mapping::Mapping;

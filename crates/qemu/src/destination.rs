@@ -32,6 +32,7 @@ use crate::monitor::commands::{Cont, MigrateIncoming, Quit, Stop};
 use crate::monitor::{COMMAND_LIMIT, QmpError, STEP, Seen};
 use crate::post_copy::{self, Known};
 use crate::ram::{self, Ram};
+use crate::rank;
 use crate::settings::MigrationSettings;
 use crate::source::{ANNOUNCED, FD_NAME, announce, failure_words, migration_event};
 use crate::upgrade::{InPlace, Successor};
@@ -108,16 +109,23 @@ impl QemuDestination {
     /// # Errors
     /// When it does not wait for a migration, or its RAM is not in shared named files.
     pub fn open(path: &Path) -> Result<Self, QemuError> {
-        Self::look(path, None)
+        Self::look(guard::connect(path)?, None)
     }
 
-    /// The same, of a QEMU that is to have the memory of its source.
-    pub(crate) fn open_in_place(path: &Path, memory: Arc<InPlace>) -> Result<Self, QemuError> {
-        Self::look(path, Some(memory))
+    /// The same, of a QEMU that was started for this attempt alone and whose first answers may come
+    /// until then; and that is to have the memory of its source, where that stays in place.
+    pub(crate) fn open_started(
+        path: &Path,
+        (until, interrupt): (Instant, &Interrupt),
+        memory: Option<Arc<InPlace>>,
+    ) -> Result<Self, QemuError> {
+        let machine = guard::connect_started(path, until, interrupt)?;
+        let mut vm = Self::look(machine, memory)?;
+        vm.owned = true;
+        Ok(vm)
     }
 
-    fn look(path: &Path, in_place: Option<Arc<InPlace>>) -> Result<Self, QemuError> {
-        let mut machine = guard::connect(path)?;
+    fn look(mut machine: Machine, in_place: Option<Arc<InPlace>>) -> Result<Self, QemuError> {
         let state = machine.run_state()?;
         if state != "inmigrate" {
             return Err(QemuError::NotIncoming { state: format!("its state is '{state}'") });
@@ -167,12 +175,6 @@ impl QemuDestination {
             known: None,
             coming: None,
         })
-    }
-
-    /// The same, if it was started for this attempt alone.
-    pub(crate) fn owned(mut self) -> Self {
-        self.owned = true;
-        self
     }
 
     /// The same, which tells the network where the guest is in so many rounds; `None`: as QEMU is
@@ -309,28 +311,14 @@ impl DestinationVm for QemuDestination {
     }
 
     fn finish_load(&mut self) -> Result<(), VmError> {
-        let mut ran = false;
-        let qmp = &mut *self.machine.qmp;
-        let ended = |words: &str| QemuError::State { action: "load", words: words.to_owned() };
-        let what = "the end of its incoming migration";
-        let reached = qmp.watch(what, LOAD_LIMIT, &mut |event| {
-            ran |= event.name == "RESUME";
-            let ended = migration_event(event);
-            if matches!(ended.as_str(), "failed" | "completed") {
-                Seen::Awaited
-            } else {
-                Seen::TakenIn
-            }
-        });
-        match reached {
-            // Told to stop while it waited, it must not have started by itself. The event tells, at
-            // no cost in downtime.
-            Ok(_) if ran => Err(ended("it ran the guest although it was told not to").into()),
-            Ok(event) if migration_event(&event) == "completed" => Ok(()),
-            Ok(_) => Err(ended(&failure_words(qmp, EXITED)).into()),
-            Err(QmpError::Closed { .. }) => Err(ended(EXITED).into()),
-            Err(error) => Err(error.into()),
+        self.await_load()?;
+        // Before the guest may become its own: behind that nobody might be left to do it.
+        if self.owned {
+            let like = self.in_place.as_ref().map(|memory| memory.old());
+            rank::leave_first(self.machine.pid, like)
+                .map_err(|source| QemuError::System { step: "writing oom_score_adj", source })?;
         }
+        Ok(())
     }
 
     fn has_ended(&self) -> bool {
@@ -454,6 +442,32 @@ impl DiskDestination for QemuDestination {
 }
 
 impl QemuDestination {
+    /// Waits until it has loaded the device state.
+    fn await_load(&mut self) -> Result<(), VmError> {
+        let mut ran = false;
+        let qmp = &mut *self.machine.qmp;
+        let ended = |words: &str| QemuError::State { action: "load", words: words.to_owned() };
+        let what = "the end of its incoming migration";
+        let reached = qmp.watch(what, LOAD_LIMIT, &mut |event| {
+            ran |= event.name == "RESUME";
+            let ended = migration_event(event);
+            if matches!(ended.as_str(), "failed" | "completed") {
+                Seen::Awaited
+            } else {
+                Seen::TakenIn
+            }
+        });
+        match reached {
+            // Told to stop while it waited, it must not have started by itself. The event tells, at
+            // no cost in downtime.
+            Ok(_) if ran => Err(ended("it ran the guest although it was told not to").into()),
+            Ok(event) if migration_event(&event) == "completed" => Ok(()),
+            Ok(_) => Err(ended(&failure_words(qmp, EXITED)).into()),
+            Err(QmpError::Closed { .. }) => Err(ended(EXITED).into()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
     fn stop_receiving(&mut self) -> Result<(), QmpError> {
         let Some(receiving) = self.receiving.take() else { return Ok(()) };
         receiving.close(&mut *self.machine.qmp)?;

@@ -35,6 +35,7 @@ mod post_copy;
 mod process;
 mod proxmox;
 mod ram;
+mod rank;
 pub mod run_directory;
 mod settings;
 mod source;

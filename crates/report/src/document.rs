@@ -74,6 +74,8 @@ impl Document {
 
 #[cfg(test)]
 mod tests {
+    use godwit_engine::report::Measures;
+
     use super::*;
 
     #[test]
@@ -81,6 +83,11 @@ mod tests {
         let read = |text: &str| Document::read(text.as_bytes());
         let moved = "{\"event\":\"disks\"}\n{\"outcome\":\"failed\",\"error\":\"x\"}";
         assert!(matches!(read(moved), Ok(Document::Migration(_))));
+        let mut upgraded = serde_json::to_value(Measures::default()).unwrap();
+        upgraded["outcome"] = "upgraded".into();
+        let upgraded = format!("{{\"event\":\"started\",\"pid\":7}}\n{upgraded}");
+        let Ok(Document::Migration(record)) = read(&upgraded) else { panic!("{upgraded}") };
+        assert!(matches!(record.ending, crate::Ending::Moved(_)));
         let came = "{\"event\":\"accepted\",\"ram_bytes\":4096}\n\
                     {\"outcome\":\"running\",\"received_bytes\":4096}";
         assert!(matches!(read(came), Ok(Document::Arrival(_))));

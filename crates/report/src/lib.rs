@@ -2,7 +2,7 @@
 //!
 //! A record is lines of JSON: who moved where and when, what progress was seen (fewer and fewer
 //! looks, the longer it took), and how it ended. The lines are those that `godwit migrate --json`
-//! prints, so the page can be made of them as well. A destination keeps one of its own, of what it
+//! and `godwit upgrade --json` print, so the page can be made of them as well. A destination keeps one of its own, of what it
 //! has seen.
 //!
 //! ```text
@@ -38,7 +38,7 @@ pub use arrival::{
 pub use document::Document;
 pub use figures::Figures;
 pub use page::page;
-pub use record::{Ending, Head, Moved, Record, RecordError, Recorder};
+pub use record::{Ending, Head, Moved, Record, RecordError, Recorder, Upgrade};
 pub use spans::{Attribute, Span, spans};
 pub use store::{Kept, Side, Store};
 pub use totals::{Distribution, Totals};

@@ -11,7 +11,7 @@ use time::OffsetDateTime;
 use crate::chart::{Axis, Series, Shade, Unit, chart};
 use crate::heat::heat;
 use crate::html::{document, escaped};
-use crate::record::{Ending, Head, Moved, Record};
+use crate::record::{Ending, Head, Moved, Record, Upgrade};
 
 /// A curve has no more points: two for each that a screen can show.
 const POINTS: usize = 2000;
@@ -39,7 +39,7 @@ pub fn page(record: &Record) -> String {
             html += &downtime(&moved.measures);
             html += &map(&moved.measures);
             html += &rounds(&moved.measures.round_list);
-            html += &circumstances(&moved.measures);
+            html += &circumstances(moved);
         }
         Ending::Failed { error, guest, .. } => {
             let _ = write!(html, "<p class=\"why\">{}</p>", escaped(error));
@@ -60,11 +60,14 @@ pub fn page(record: &Record) -> String {
 fn title(head: &Head, ending: &Ending) -> String {
     let vm = if head.vm.is_empty() { "A migration" } else { &head.vm };
     match ending {
-        Ending::Moved(moved) => format!(
-            "{vm}: moved in {}, gone for {}",
-            format_duration(moved.measures.total),
-            format_duration(moved.measures.downtime)
-        ),
+        Ending::Moved(moved) => {
+            let total = format_duration(moved.measures.total);
+            let downtime = format_duration(moved.measures.downtime);
+            match moved.upgrade {
+                Some(_) => format!("{vm}: upgraded in {total}, stopped for {downtime}"),
+                None => format!("{vm}: moved in {total}, gone for {downtime}"),
+            }
+        }
         Ending::Failed { outcome, .. } => format!("{vm}: {outcome}"),
         Ending::Unfinished => format!("{vm}: not finished"),
     }
@@ -285,8 +288,9 @@ fn row(round: &RoundMeasures) -> String {
 }
 
 /// How it was done.
-fn circumstances(measures: &Measures) -> String {
-    let mut lines = vec![
+fn circumstances(Moved { measures, upgrade, .. }: &Moved) -> String {
+    let mut lines: Vec<(&str, String)> = upgrade.iter().flat_map(qemus).collect();
+    lines.extend([
         ("channels", measures.channels.to_string()),
         ("codecs", measures.codecs.clone()),
         (
@@ -297,7 +301,7 @@ fn circumstances(measures: &Measures) -> String {
             "verified",
             if measures.verified { "digests equal" } else { "checksums of all frames" }.into(),
         ),
-    ];
+    ]);
     if measures.resumptions > 0 {
         let (times, time) = (measures.resumptions, format_duration(measures.severed));
         lines.push(("taken up again", format!("{times} times, lost for {time} in all")));
@@ -313,6 +317,26 @@ fn circumstances(measures: &Measures) -> String {
     let line =
         |(name, value): &(&str, String)| format!("<tr><th>{name}<td>{}</tr>", escaped(value));
     format!("<h2>How</h2><table>{}</table>", lines.iter().map(line).collect::<String>())
+}
+
+/// Which QEMU the guest has left for which, and with what memory.
+fn qemus(upgrade: &Upgrade) -> Vec<(&'static str, String)> {
+    let Upgrade { memory, pid, version, old_pid, old_version, remarks } = upgrade;
+    let qemu = |version: &Option<String>, pid: &Option<i64>| {
+        let version = version.as_deref().unwrap_or("of no known version");
+        let pid = pid.map_or_else(String::new, |pid| format!(", process {pid}"));
+        format!("{version}{pid}")
+    };
+    let memory = if memory == "in-place" { "where it was" } else { "copied within the host" };
+    let mut lines = vec![
+        ("the old QEMU", qemu(old_version, old_pid)),
+        ("the new QEMU", qemu(version, pid)),
+        ("memory", memory.to_owned()),
+    ];
+    if !remarks.is_empty() {
+        lines.push(("remarks", remarks.join("; ")));
+    }
+    lines
 }
 
 #[cfg(test)]
@@ -399,6 +423,30 @@ mod tests {
         for unwanted in ["<web", "http", "<script", "url(", "NaN", "inf%"] {
             assert!(!html.contains(unwanted), "{unwanted} is in {html}");
         }
+    }
+
+    #[test]
+    fn the_page_of_an_upgrade_tells_which_qemu_it_left_for_which() {
+        let measures = Measures {
+            total: Duration::from_millis(250),
+            downtime: Duration::from_millis(11),
+            ..Measures::default()
+        };
+        let mut last = serde_json::to_value(measures).unwrap();
+        let own = json!({ "outcome": "upgraded", "memory": "in-place", "pid": 17,
+            "version": "10.0.2", "old_pid": 16, "old_version": "7.2.22", "remarks": ["<late>"] });
+        last.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        let html = page(&Record::read(last.to_string().as_bytes()).unwrap());
+        for wanted in [
+            "A migration: upgraded in 250ms, stopped for 11ms",
+            "<th>the old QEMU<td>7.2.22, process 16",
+            "<th>the new QEMU<td>10.0.2, process 17",
+            "<th>memory<td>where it was",
+            "<th>remarks<td>&lt;late&gt;",
+        ] {
+            assert!(html.contains(wanted), "{wanted} is not in {html}");
+        }
+        assert!(!html.contains("NaN") && !html.contains("class=\"why\""), "{html}");
     }
 
     /// The most that a record of a migration can hold, and more rounds than any has.

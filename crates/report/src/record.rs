@@ -41,7 +41,7 @@ pub struct Head {
 /// How it ended.
 #[derive(Clone, Debug)]
 pub enum Ending {
-    /// The guest runs at the destination.
+    /// The guest runs at the destination, or in another QEMU of the same host.
     Moved(Box<Moved>),
     /// It does not.
     Failed {
@@ -65,6 +65,31 @@ pub struct Moved {
     pub cpu_ms: Option<f64>,
     /// The most memory that it had.
     pub peak_rss_bytes: Option<u64>,
+    /// What became of its QEMU, where it only changed that.
+    pub upgrade: Option<Upgrade>,
+}
+
+/// What `godwit upgrade` tells of a guest whose QEMU was changed.
+///
+/// ```
+/// let none = godwit_report::Upgrade::default();
+/// assert!(none.version.is_none() && none.remarks.is_empty());
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct Upgrade {
+    /// What became of its memory: `in-place`, or `copied`.
+    pub memory: String,
+    /// The process of the new QEMU.
+    pub pid: Option<i64>,
+    /// Its version.
+    pub version: Option<String>,
+    /// The process of the old QEMU.
+    pub old_pid: Option<i64>,
+    /// Its version.
+    pub old_version: Option<String>,
+    /// What is not as it should be.
+    pub remarks: Vec<String>,
 }
 
 /// What was seen of one migration.
@@ -168,12 +193,14 @@ impl Ending {
     fn of(value: Value) -> serde_json::Result<Self> {
         let word = |name: &str| value[name].as_str().unwrap_or_default().to_owned();
         let outcome = word("outcome");
-        if outcome != "migrated" {
-            return Ok(Self::Failed { outcome, error: word("error"), guest: word("guest") });
-        }
+        let upgrade = match outcome.as_str() {
+            "migrated" => None,
+            "upgraded" => Some(serde_json::from_value(value.clone())?),
+            _ => return Ok(Self::Failed { outcome, error: word("error"), guest: word("guest") }),
+        };
         let (cpu_ms, peak_rss_bytes) = (value["cpu_ms"].as_f64(), value["peak_rss_bytes"].as_u64());
         let measures = serde_json::from_value(value)?;
-        Ok(Self::Moved(Box::new(Moved { measures, cpu_ms, peak_rss_bytes })))
+        Ok(Self::Moved(Box::new(Moved { measures, cpu_ms, peak_rss_bytes, upgrade })))
     }
 }
 
@@ -296,6 +323,24 @@ pub(crate) mod tests {
             (moved.measures.rounds, moved.cpu_ms, moved.peak_rss_bytes),
             (3, Some(12.5), None)
         );
+    }
+
+    #[test]
+    fn an_upgrade_is_no_failure() {
+        // Regression: only migrations were known to end well.
+        let measures = Measures { rounds: 3, ..Measures::default() };
+        let mut last = serde_json::to_value(measures).unwrap();
+        let own = json!({ "outcome": "upgraded", "memory": "copied", "pid": 17,
+            "version": "10.0.2", "old_pid": 16, "old_version": "7.2.22", "remarks": ["slow"] });
+        last.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        let record = Record::read(last.to_string().as_bytes()).unwrap();
+        let Ending::Moved(moved) = record.ending else { panic!("{:?}", record.ending) };
+        let upgrade = moved.upgrade.unwrap();
+        assert_eq!((moved.measures.rounds, upgrade.memory.as_str()), (3, "copied"));
+        assert_eq!((upgrade.pid, upgrade.old_version.as_deref()), (Some(17), Some("7.2.22")));
+        let failed = r#"{"outcome":"failed","error":"it does not load","guest":"source"}"#;
+        let record = Record::read(failed.as_bytes()).unwrap();
+        assert!(matches!(record.ending, Ending::Failed { .. }));
     }
 
     #[test]

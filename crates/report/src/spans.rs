@@ -58,7 +58,8 @@ pub fn spans(record: &Record) -> Vec<Span> {
     all.tell("godwit.to", Attribute::Text(head.to.clone()));
     let measures = match &record.ending {
         Ending::Moved(moved) => {
-            all.tell("godwit.outcome", Attribute::Text("migrated".to_owned()));
+            let outcome = if moved.upgrade.is_some() { "upgraded" } else { "migrated" };
+            all.tell("godwit.outcome", Attribute::Text(outcome.to_owned()));
             all.end = moved.measures.total.max(seen);
             tell_measures(&mut all, &moved.measures);
             Some(&moved.measures)

@@ -87,7 +87,7 @@ impl Distribution {
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Totals {
-    /// How many ended so: `migrated`, `failed`, `cancelled`, `in-doubt`.
+    /// How many ended so: `migrated`, `upgraded`, `failed`, `cancelled`, `in-doubt`.
     pub outcomes: BTreeMap<String, u64>,
     /// Downtimes of those that have moved, in seconds.
     pub downtime: Distribution,

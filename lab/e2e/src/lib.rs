@@ -80,6 +80,28 @@ impl Pair {
     }
 }
 
+/// How early the process `pid` goes when memory runs out (`oom_score_adj`).
+///
+/// # Errors
+/// When there is no such process.
+pub fn rank(pid: i32) -> anyhow::Result<i32> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj"))?;
+    text.trim().parse().with_context(|| text)
+}
+
+/// The page of the only record that `godwit` has kept of this side.
+///
+/// # Errors
+/// When it has kept another number of them.
+pub fn only_page(godwit: &Godwit, side: &str) -> anyhow::Result<String> {
+    let printed = |words: &[&str]| -> anyhow::Result<String> {
+        Ok(String::from_utf8(godwit.done(&[&["report", "--side", side], words].concat())?.stdout)?)
+    };
+    let list = printed(&["--list", "--json"])?;
+    ensure!(list.lines().count() == 1, "{list}");
+    printed(&["--out", "-"])
+}
+
 /// Waits until `migrate` is copying.
 ///
 /// # Errors

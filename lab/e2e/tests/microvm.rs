@@ -87,13 +87,13 @@ fn a_move_can_be_looked_at_afterwards() -> anyhow::Result<()> {
     ensure!(listed(&pair.godwit)?.len() == 3, "{:?}", listed(&pair.godwit)?);
     let list = done(&pair.godwit, &["report", "--list"])?;
     let sides: Vec<_> = list.lines().filter_map(|line| line.split_once("  ")).collect();
-    ensure!(sides.iter().filter(|(_, side)| *side == "destination").count() == 1, "{list}");
-    ensure!(sides.iter().filter(|(_, side)| *side == "source").count() == 2, "{list}");
+    ensure!(sides.iter().filter(|(side, _)| *side == "destination").count() == 1, "{list}");
+    ensure!(sides.iter().filter(|(side, _)| *side == "source").count() == 2, "{list}");
     let came = done(&pair.godwit, &["report", "--side", "destination", "--out", "-"])?;
     for wanted in ["The destination's side", ": came in ", "Device state loaded", "<td>0<td>"] {
         ensure!(came.contains(wanted), "{wanted}: {came}");
     }
-    let name = sides.iter().find(|(_, side)| *side == "destination").map(|(name, _)| *name);
+    let name = sides.iter().find(|(side, _)| *side == "destination").map(|(_, name)| *name);
     let name = name.context("no record of the destination's")?;
     let spans = pair.godwit.run(&["report", name, "--otlp", "http://127.0.0.1:1"])?;
     ensure!(spans.status.code() == Some(1), "a destination's record has no spans: {spans:?}");

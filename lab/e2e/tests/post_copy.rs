@@ -12,12 +12,12 @@ use godwit_bitmap::DirtyBitmap;
 use godwit_e2e::{
     LIMIT, Pair, Third, USERFAULTFD, Unprivileged, await_copying, await_quit, check_moved,
     check_no_userfaultfd, check_refused, check_untouched, ends_with_its_guardian, follow_records,
-    oldest, recover_knows,
+    oldest, only_page, recover_knows,
 };
 use godwit_memory::RamBlock;
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, Ended, Frozen, GuestConfig, HugePages, Link, Mount, Movable, QemuBuild, Running,
+    Backend, Ended, Frozen, GuestConfig, HugePages, Link, Mount, Movable, QemuBuild, Room, Running,
     TestVm, VmConfig, builds_for, builds_in_turn_for, kvm_builds_in_turn_for, kvm_for, skip,
 };
 use godwit_track::{Approach, MissingPages};
@@ -213,6 +213,9 @@ fn whoever_is_killed_meanwhile_is_followed_by_another() -> anyhow::Result<()> {
     for (build, backend) in builds.iter().flat_map(|build| BACKENDS.map(|kind| (build, kind))) {
         println!("with {build} and {backend:?}");
         let mut pair = Pair::start(&config_in(build, backend, Mode::Rate))?;
+        let kept = Room::new()?;
+        let kept_in = kept.dir().to_string_lossy().into_owned();
+        pair.godwit = pair.godwit.clone().with_variable("XDG_STATE_HOME", &kept_in);
         let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
         let options = [SLOW, &["--postcopy", "now"]].concat();
         let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
@@ -269,6 +272,9 @@ fn whoever_is_killed_meanwhile_is_followed_by_another() -> anyhow::Result<()> {
         ensure!(receive.status.success(), "{} {}", receive.last(), receive.errors);
         check_whole(&mut pair, &migrate).with_context(|| build.to_string())?;
         ensure!(follow_records(&pair) == [0, 0], "a record is left");
+        // Those that were killed have kept nothing for people to read.
+        let page = only_page(&pair.godwit, "destination")?;
+        ensure!(page.contains("followed when the guest ran here"), "{page}");
     }
     Ok(())
 }

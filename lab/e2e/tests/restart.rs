@@ -5,9 +5,9 @@
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
-use godwit_e2e::{LIMIT, Pair, await_copying, check_moved, check_untouched};
+use godwit_e2e::{LIMIT, Pair, await_copying, check_moved, check_untouched, only_page};
 use godwit_stamp::settings::{DiskWork, Mode};
-use godwit_testbed::{Backend, DiskImage, GuestConfig, VmConfig, builds_for, images_for};
+use godwit_testbed::{Backend, DiskImage, GuestConfig, Room, VmConfig, builds_for, images_for};
 use godwit_units::ByteCount;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -39,6 +39,9 @@ fn whichever_side_is_killed_is_followed_by_another() -> anyhow::Result<()> {
         let state = directory.to_string_lossy().into_owned();
         let both = [&BOTH[..], &[state.as_str()]].concat();
         let records = || std::fs::read_dir(&directory).map(Iterator::count);
+        let kept = Room::new()?;
+        let kept_in = kept.dir().to_string_lossy().into_owned();
+        pair.godwit = pair.godwit.clone().with_variable("XDG_STATE_HOME", &kept_in);
 
         let there = ["--reconnect", "30s", "--disks", "all", "--state-dir", state.as_str()];
         let (receive, address) = pair.godwit.receive(&pair.destination, &there)?;
@@ -77,6 +80,8 @@ fn whichever_side_is_killed_is_followed_by_another() -> anyhow::Result<()> {
         println!("the second one sent {} bytes", last["sent_bytes"]);
         ensure!(last["resumptions"] == 2 && last["verified"] == true, "{last}");
         ensure!(records()? == 0, "a record is left");
+        let page = only_page(&pair.godwit, "destination")?;
+        ensure!(page.contains(": came in ") && page.contains("back after"), "{page}");
         // It checks what it reads.
         let seconds = pair.destination.disk_seconds().len();
         let until = Instant::now() + LIMIT;

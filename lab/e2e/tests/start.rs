@@ -4,7 +4,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use godwit_e2e::{LIMIT, await_copying, await_quit, check_untouched, guardian_of_process, oldest};
+use godwit_e2e::{
+    LIMIT, await_copying, await_quit, check_untouched, guardian_of_process, oldest, rank,
+};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Ended, Godwit, GuestConfig, GuestFiles, QemuBuild, Room, Running,
@@ -70,6 +72,9 @@ fn check_runs(vm: &StartedVm, last: u64) -> anyhow::Result<()> {
     let pid = Pid::from_raw(vm.pid).context("no process")?;
     let session = rustix::process::getsid(Some(pid))?.as_raw_nonzero();
     ensure!(!Path::new(&format!("/proc/{session}")).exists(), "it is in somebody's session");
+    // It has the guest, and goes first no more when memory runs out.
+    let own = rank(std::process::id().cast_signed())?;
+    ensure!(rank(vm.pid)? == own, "{} instead of {own}", rank(vm.pid)?);
     Ok(())
 }
 

@@ -80,7 +80,7 @@ fn a_cancelled_migration_says_so_to_both() -> anyhow::Result<()> {
     cancel.check_says(&[
         &name,
         &pair.source.vm_name(),
-        "is being cancelled; the guest stays at the source",
+        "is being cancelled; the guest stays where it is",
     ])?;
     ensure!(migrate.wait(godwit_e2e::LIMIT)?.status.code() == Some(130));
     receive.wait(godwit_e2e::LIMIT)?;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use godwit_e2e::{
     LIMIT, await_process_alone, await_quit, check_refused, check_settings, check_untouched,
-    guardian_of_process, oldest,
+    guardian_of_process, oldest, only_page, rank,
 };
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
@@ -17,7 +17,7 @@ use godwit_testbed::{
 };
 use godwit_units::ByteCount;
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// A QEMU that an upgrade has started, and that ends with the test.
 struct Successor(StartedVm);
@@ -334,7 +334,8 @@ fn a_memfd_is_handed_over_by_its_descriptor() -> anyhow::Result<()> {
     }
     let new = builds.iter().max_by_key(|build| build.version).context("no QEMU")?;
     let mut vm = started(&config(oldest(&builds)?).with_backend(Backend::Memfd))?;
-    let godwit = Godwit::built()?;
+    let room = Room::new()?;
+    let godwit = keeping_in(&room)?;
     let in_place = |ended: &Ended| {
         let last = ended.last();
         ensure!(ended.status.success(), "{last} {}", ended.errors);
@@ -352,7 +353,6 @@ fn a_memfd_is_handed_over_by_its_descriptor() -> anyhow::Result<()> {
     ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
 
     // One that does not load, and then one that does, by the descriptor of the one before.
-    let room = Room::new()?;
     check_does_not_load(&name_of(&vm), &room, new)?;
     first.0.await_beats(3, LIMIT)?;
     let upgrade = godwit.upgrade(&name_of(&vm), &["--program", &program(new)])?;
@@ -360,7 +360,98 @@ fn a_memfd_is_handed_over_by_its_descriptor() -> anyhow::Result<()> {
     in_place(&upgrade.wait(LIMIT)?)?;
     first.0.await_end(LIMIT)?;
     second.0.await_beats(5, LIMIT)?;
+    let page = only_page(&godwit, "source")?;
+    ensure!(page.contains(": upgraded in ") && page.contains("<td>where it was"), "{page}");
     await_process_alone(second.0.pid)
+}
+
+/// A command whose records are in `room`.
+fn keeping_in(room: &Room) -> anyhow::Result<Godwit> {
+    Ok(Godwit::built()?.with_variable("XDG_STATE_HOME", &room.dir().display().to_string()))
+}
+
+/// What `godwit status` tells of the upgrade of the VM `name`, which is the only one.
+fn status_of(godwit: &Godwit, name: &str) -> anyhow::Result<Value> {
+    let told: Value = serde_json::from_slice(&godwit.done(&["status", "--json"])?.stdout)?;
+    let all = told["migrations"].as_array().context("no list")?;
+    let of_it: Vec<&Value> = all.iter().filter(|it| it["vm"] == name).collect();
+    ensure!(of_it.len() == 1, "{told}");
+    Ok(of_it[0].clone())
+}
+
+/// That `command` is refused for the migration `called`, in these words.
+fn check_not_done(
+    godwit: &Godwit,
+    command: &[&str],
+    called: &str,
+    words: &str,
+) -> anyhow::Result<()> {
+    let refused = godwit.run(&[command, &["--migration", called]].concat())?;
+    let said = String::from_utf8_lossy(&refused.stderr);
+    ensure!(refused.status.code() == Some(1) && said.contains(words), "{command:?}: {said}");
+    Ok(())
+}
+
+#[test]
+fn a_copy_is_seen_steered_and_kept_as_a_migration_is() -> anyhow::Result<()> {
+    // Mutations: it has no socket; it keeps no record; the new QEMU goes first for good.
+    let test = "a_copy_is_seen_steered_and_kept_as_a_migration_is";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let build = oldest(&builds)?;
+    let mut vm = started(&anonymous(build))?;
+    let room = Room::new()?;
+    let (godwit, name, program) = (keeping_in(&room)?, name_of(&vm), program(build));
+    let called = format!("upgrade-{}", std::process::id());
+    let slowly = ["--program", &program, "--max-bandwidth", "5MiB/s", "--name", &called];
+    let copies = |line: &Value| line["sent_bytes"].as_u64() > Some(8 << 20);
+
+    let upgrade = godwit.upgrade(&name, &slowly)?;
+    let new = Successor::of(&upgrade)?;
+    upgrade.wait_for("copying", LIMIT, copies)?;
+    let status = status_of(&godwit, &name)?;
+    ensure!(status["migration"] == called.as_str(), "{status}");
+    ensure!(status["to"] == format!("{program} on this host").as_str(), "{status}");
+    ensure!(status["progress"]["stage"] == "pre-copy", "{status}");
+    ensure!(status["settings"]["max-bandwidth"] == "5MiB/s", "{status}");
+    let watch = godwit.watch(&called)?;
+    watch.wait_for("progress", LIMIT, |line| line["event"] == "progress")?;
+    check_not_done(&godwit, &["redirect", "--to", "127.0.0.1:1"], &called, "within its process")?;
+    check_not_done(&godwit, &["switchover", "--postcopy"], &called, "has no post-copy")?;
+    ensure!(rank(new.0.pid)? == 1000, "{}", rank(new.0.pid)?);
+    godwit.done(&["cancel", "--migration", &called])?;
+    let ended = upgrade.wait(LIMIT)?;
+    ensure!(ended.status.code() == Some(130), "{} {}", ended.last(), ended.errors);
+    ensure!(ended.last()["outcome"] == "cancelled", "{}", ended.last());
+    ensure!(watch.wait(LIMIT)?.last()["event"] == "ended");
+    new.0.await_end(LIMIT)?;
+    await_guardian(vm.pid())?;
+    check_stayed(&mut vm)?;
+    let page = only_page(&godwit, "source")?;
+    ensure!(page.contains(": cancelled</h1>"), "{page}");
+
+    // What is set while it runs is in force; and who came later goes where the old one would.
+    std::fs::write(format!("/proc/{}/oom_score_adj", vm.pid()), "300")?;
+    let upgrade = godwit.upgrade(&name, &slowly)?;
+    let new = Successor::of(&upgrade)?;
+    upgrade.wait_for("copying", LIMIT, copies)?;
+    godwit.done(&["set", "--migration", &called, "max-bandwidth=off"])?;
+    check_copied(&upgrade.wait(LIMIT)?, build.version)?;
+    check_goes_on(&mut vm, &new)?;
+    ensure!(rank(new.0.pid)? == 300, "{}", rank(new.0.pid)?);
+    let page = godwit.done(&["report", "--out", "-"])?;
+    let page = String::from_utf8(page.stdout)?;
+    for wanted in [": upgraded in ", "<td>copied within the host", "Memory, round by round"] {
+        ensure!(page.contains(wanted), "{wanted}: {page}");
+    }
+    let told = String::from_utf8(godwit.done(&["metrics"])?.stdout)?;
+    for outcome in ["upgraded", "cancelled"] {
+        let line = format!("\ngodwit_migrations_total{{outcome=\"{outcome}\"}} 1\n");
+        ensure!(told.contains(&line), "{told}");
+    }
+    Ok(())
 }
 
 #[test]

@@ -18,7 +18,7 @@ use serde_json::Value;
 
 /// How migrations end of which a record is kept: each is there from the beginning, so that its
 /// first time is seen as one.
-const OUTCOMES: [&str; 4] = ["migrated", "failed", "cancelled", "in-doubt"];
+const OUTCOMES: [&str; 5] = ["migrated", "upgraded", "failed", "cancelled", "in-doubt"];
 /// What the VMs of an evacuation do.
 const STATES: [&str; 5] = ["waiting", "moving", "moved", "stayed", "in-doubt"];
 

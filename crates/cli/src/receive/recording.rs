@@ -19,14 +19,16 @@ pub(super) struct Recording {
     began: Instant,
 }
 
-/// Records a notice. It begins when a source is accepted: before that nothing has come.
+/// Records a notice. It begins when a source is accepted: before that nothing has come. Whoever
+/// takes up what a godwit has left that was killed is told first that the source is lost, which
+/// that one had accepted and kept no record of.
 pub(super) fn record(
     recording: &mut Option<Recording>,
     notice: &Notice,
     vm: Option<&VmName>,
     listen: &Address,
 ) {
-    if let (None, Notice::Accepted { .. }) = (&recording, notice) {
+    if let (None, Notice::Accepted { .. } | Notice::Severed { .. }) = (&recording, notice) {
         *recording = Some(Recording::begin(vm, listen));
     }
     let is_kept = matches!(
@@ -56,5 +58,29 @@ impl Recording {
     pub(super) fn end(&self, last: &Value) {
         let lines = self.recorder.lines(last);
         records::keep(Side::Destination, &self.vm, self.began_ms, &lines);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    /// Whether there is a record behind these.
+    fn is_begun(notices: &[Notice]) -> bool {
+        let (mut recording, listen) = (None, Address::Tcp("127.0.0.1:7000".to_owned()));
+        notices.iter().for_each(|notice| record(&mut recording, notice, None, &listen));
+        recording.is_some()
+    }
+
+    #[test]
+    fn who_takes_up_what_a_killed_one_left_keeps_a_record_and_who_only_asks_does_not() {
+        // Regression: only an acceptance began one, which the killed godwit was told of.
+        let severed = || Notice::Severed { why: "killed".to_owned(), limit: Duration::MAX };
+        let asked = || Notice::Asked { peer: "east".to_owned(), refusal: None };
+        assert!(is_begun(&[severed()]));
+        assert!(is_begun(&[asked(), severed(), Notice::Resumed { after: Duration::ZERO }]));
+        assert!(!is_begun(&[asked(), Notice::Looked { peer: "east".to_owned() }]));
     }
 }

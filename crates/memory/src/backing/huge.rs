@@ -8,6 +8,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use godwit_units::ByteCount;
@@ -16,11 +17,25 @@ use rustix::fs::FallocateFlags;
 use super::{PIECE, ZEROS};
 use crate::mapping::WritableMapping;
 
+/// Where the kernel tells of its huge pages of this size, and in `nr_hugepages` is told how many
+/// there are to be (Documentation/admin-guide/mm/hugetlbpage.rst).
+///
+/// ```
+/// use godwit_units::ByteCount;
+///
+/// let pool = godwit_memory::huge_pool(ByteCount(1 << 30));
+/// assert_eq!(pool, std::path::Path::new("/sys/kernel/mm/hugepages/hugepages-1048576kB"));
+/// ```
+#[must_use]
+pub fn huge_pool(page: ByteCount) -> PathBuf {
+    format!("/sys/kernel/mm/hugepages/hugepages-{}kB", page.0 >> 10).into()
+}
+
 /// Bytes in huge pages of `page` bytes that nobody has or has reserved.
 pub(crate) fn unreserved(page: u64) -> ByteCount {
-    let dir = format!("/sys/kernel/mm/hugepages/hugepages-{}kB", page >> 10);
+    let pool = huge_pool(ByteCount(page));
     let number = |name| {
-        let text = std::fs::read_to_string(format!("{dir}/{name}")).unwrap_or_default();
+        let text = std::fs::read_to_string(pool.join(name)).unwrap_or_default();
         text.trim().parse::<u64>().unwrap_or(0)
     };
     ByteCount(number("free_hugepages").saturating_sub(number("resv_hugepages")) * page)
@@ -197,6 +212,7 @@ mod tests {
         let Some((_block, _pool)) = block(test) else { return };
         let error = of_huge_pages(count("HugePages_Total:") + 1).unwrap_err().to_string();
         assert!(error.contains("cannot be reserved in huge pages"), "{error}");
-        assert!(error.contains("raise /proc/sys/vm/nr_hugepages"), "{error}");
+        let file = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
+        assert!(error.contains(&format!("raise {file}")), "{error}");
     }
 }

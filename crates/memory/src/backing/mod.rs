@@ -12,6 +12,7 @@ use std::io;
 use std::path::Path;
 
 pub use file::FileBacking;
+pub use huge::huge_pool;
 pub(crate) use huge::unreserved;
 pub use process::ProcessBacking;
 

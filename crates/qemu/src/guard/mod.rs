@@ -37,6 +37,7 @@ pub(crate) use record::{Left, Stage};
 pub(crate) use recover::stage_of;
 pub use recover::{Known, Recovery, known_of};
 
+use godwit_engine::Interrupt;
 use godwit_libvirt::Domain;
 
 use crate::machine::Machine;
@@ -76,6 +77,16 @@ pub(crate) fn connect(path: &Path) -> Result<Machine, QemuError> {
         (error, _) => error.into(),
     })?;
     Machine::behind(Box::new(qmp))
+}
+
+/// Connects to the monitor of a QEMU that this process has started, whose answers may come until
+/// then: nobody else knows of it.
+pub(crate) fn connect_started(
+    path: &Path,
+    until: Instant,
+    interrupt: &Interrupt,
+) -> Result<Machine, QemuError> {
+    Machine::behind(Box::new(Qmp::connect_until(path, until, interrupt)?))
 }
 
 /// The machine of a domain that runs, by the monitor that libvirt holds. Waits for the guardian of

@@ -33,6 +33,7 @@ use serde_json::{Value, json};
 pub(crate) use brief::BriefMonitor;
 pub(crate) use commands::Command;
 pub(crate) use libvirt::{DomainName, LibvirtMonitor, is_qemu_of};
+pub(crate) use qmp::GREETING_LIMIT;
 pub use qmp::Qmp;
 
 /// How long a command may take before the monitor counts as dead. QEMU answers from its main loop,

@@ -10,6 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use godwit_engine::Interrupt;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
@@ -20,7 +21,8 @@ use super::{
     COMMAND_LIMIT, Event, Handle, Monitor, Patience, QmpError, Queued, STEP, Seen, Version,
 };
 
-const GREETING_LIMIT: Duration = Duration::from_secs(5);
+/// For the greeting of a QEMU that runs.
+pub(crate) const GREETING_LIMIT: Duration = Duration::from_secs(5);
 /// The longest line taken from a monitor; `query-*` answers of large machines stay far below.
 const LINE_LIMIT: usize = 16 << 20;
 
@@ -52,18 +54,41 @@ impl Qmp {
     /// the monitor, whether to wait once more as long.
     pub(crate) fn connect_patiently(
         path: &Path,
+        wait: impl FnMut(i32) -> bool,
+    ) -> Result<Self, QmpError> {
+        Self::greeted(path, Instant::now() + GREETING_LIMIT, &Interrupt::default(), wait)
+    }
+
+    /// The same with a QEMU that has just been started, and may be slow on a busy host: its
+    /// greeting and its first answer may come until then. Nobody waits once `interrupt` is raised.
+    pub(crate) fn connect_until(
+        path: &Path,
+        until: Instant,
+        interrupt: &Interrupt,
+    ) -> Result<Self, QmpError> {
+        Self::greeted(path, until, interrupt, |_| false)
+    }
+
+    fn greeted(
+        path: &Path,
+        mut until: Instant,
+        interrupt: &Interrupt,
         mut wait: impl FnMut(i32) -> bool,
     ) -> Result<Self, QmpError> {
         let stream = UnixStream::connect(path)
             .map_err(|source| QmpError::Connect { path: path.to_owned(), source })?;
         let mut qmp = Self::over(stream);
+        qmp.patience.interrupt = interrupt.clone();
         let peer = qmp.peer_pid()?.as_raw_nonzero().get();
         let greeting = loop {
-            match qmp.read_message("the greeting", Instant::now() + GREETING_LIMIT) {
+            match qmp.read_message("the greeting", until) {
                 Ok(greeting) => break greeting,
                 // Not over a new connection: this one stays in QEMU's short queue until QEMU takes
                 // it (listen(2)).
-                Err(QmpError::Timeout { .. }) if wait(peer) => {}
+                Err(QmpError::Timeout { .. }) if wait(peer) => {
+                    until = Instant::now() + GREETING_LIMIT;
+                }
+                Err(error @ QmpError::Interrupted { .. }) => return Err(error),
                 Err(_) => return Err(QmpError::NoGreeting { path: path.to_owned() }),
             }
         };
@@ -72,7 +97,9 @@ impl Qmp {
             (Some(major), Some(minor), Some(micro)) => (major, minor, micro),
             _ => return Err(QmpError::NoGreeting { path: path.to_owned() }),
         };
-        qmp.execute("qmp_capabilities", Value::Null)?;
+        let queued = qmp.write("qmp_capabilities", Value::Null, None)?;
+        let left = until.saturating_duration_since(Instant::now());
+        qmp.read_answer(&queued, left.max(COMMAND_LIMIT))?;
         Ok(qmp)
     }
 
@@ -424,6 +451,8 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::path::PathBuf;
 
+    use godwit_engine::Cancel;
+
     use super::*;
 
     /// A peer that plays `script`: sends each line, reading one command line before each but the
@@ -505,5 +534,24 @@ mod tests {
         thread.join().unwrap();
         std::fs::remove_file(&path).unwrap();
         assert!(matches!(Qmp::connect(&path), Err(QmpError::Connect { .. })));
+    }
+
+    #[test]
+    fn a_greeting_is_waited_for_as_long_as_the_caller_says_or_until_nobody_waits() {
+        // Mutation: the limit is one for all. Nobody accepts, as QEMU does while it is starting.
+        let path = std::env::temp_dir().join(format!("godwit-qmp-late-{}", std::process::id()));
+        let listener = UnixListener::bind(&path).unwrap();
+        let began = Instant::now();
+        let brief = Qmp::connect_until(&path, began + STEP, &Interrupt::default());
+        assert!(matches!(brief, Err(QmpError::NoGreeting { .. })), "{brief:?}");
+        assert!(began.elapsed() < GREETING_LIMIT);
+        let nobody = Cancel::default();
+        nobody.cancel();
+        let nobody = Interrupt::new(&nobody);
+        let late = Instant::now() + Duration::from_secs(3600);
+        let given_up = Qmp::connect_until(&path, late, &nobody);
+        assert!(matches!(given_up, Err(QmpError::Interrupted { .. })), "{given_up:?}");
+        drop(listener);
+        std::fs::remove_file(path).unwrap();
     }
 }

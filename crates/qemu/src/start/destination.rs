@@ -8,6 +8,7 @@ use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 use godwit_disk::DiskChoice;
 use godwit_engine::Interrupt;
@@ -144,7 +145,7 @@ impl StartedDestination {
         let launched =
             launch::start(&self.terms.godwit, &emulator, &words, &files, &self.interrupt)?;
         // Before there is a guardian it ends with `launched`.
-        let opened = self.open(&files.monitor);
+        let opened = self.open(&files.monitor, launched.answers_until());
         match opened.and_then(|vm| launched.let_go().map(|()| vm)) {
             Ok(vm) => {
                 let (pid, monitor, log) = (vm.pid(), files.monitor.clone(), files.log.clone());
@@ -165,12 +166,10 @@ impl StartedDestination {
         launch::emulator(program, named(&self.terms))
     }
 
-    fn open(&self, monitor: &Path) -> Result<QemuDestination, QemuError> {
-        let vm = match &self.terms.in_place {
-            Some(memory) => QemuDestination::open_in_place(monitor, Arc::clone(memory))?,
-            None => QemuDestination::open(monitor)?,
-        };
-        let mut vm = vm.owned().announcing(self.terms.announce);
+    fn open(&self, monitor: &Path, until: Instant) -> Result<QemuDestination, QemuError> {
+        let memory = self.terms.in_place.clone();
+        let vm = QemuDestination::open_started(monitor, (until, &self.interrupt), memory)?;
+        let mut vm = vm.announcing(self.terms.announce);
         vm.check_disks(&self.terms.disks)?;
         vm.guarded(&self.terms.godwit)
     }

@@ -18,14 +18,15 @@ use super::refused;
 use crate::clients::is_listened_on;
 use crate::mark::{Mark, leftovers};
 use crate::monitor::commands::{QueryStatus, Quit};
-use crate::monitor::{Monitor, Qmp, STEP};
-use crate::{QemuError, run_directory};
+use crate::monitor::{GREETING_LIMIT, Monitor, Qmp, STEP};
+use crate::{QemuError, rank, run_directory};
 
 /// The word of the command line that makes the program one that starts a QEMU.
 pub const COMMAND: &str = "launch";
 /// What it hears when the QEMU has a guardian.
 const GUARDED: u8 = b'G';
-/// For QEMU to open its monitor: it does so early, and may have to reserve memory before.
+/// For QEMU to open its monitor, which it does early, and may have to reserve memory before; and to
+/// answer there.
 const START_LIMIT: Duration = Duration::from_secs(30);
 /// Where root's destinations write what they have to say: it may be much, and the run directory is
 /// in memory. Others have no such place.
@@ -48,6 +49,8 @@ pub fn launch(words: &[String]) -> io::Result<u8> {
     let (program, arguments) = words.split_first().ok_or(io::ErrorKind::InvalidInput)?;
     let mut command = Command::new(program);
     let mut child = command.args(arguments).stdin(Stdio::null()).spawn()?;
+    // What it waits for runs elsewhere, and comes to no harm by its end.
+    rank::put_first(child.id().cast_signed());
     let stands = is_guarded(&child).unwrap_or(false);
     if !stands {
         let _ = child.kill();
@@ -185,9 +188,17 @@ fn sweep(directory: &Path) {
 #[derive(Debug)]
 pub(super) struct Launched {
     launcher: Child,
+    /// When it is to be up.
+    until: Instant,
 }
 
 impl Launched {
+    /// Until when its first answers may come: what is left of the time for its start, and no less
+    /// than a QEMU has that runs.
+    pub(super) fn answers_until(&self) -> Instant {
+        self.until.max(Instant::now() + GREETING_LIMIT)
+    }
+
     /// It has a guardian: from here on nothing is known of it here.
     ///
     /// # Errors
@@ -234,8 +245,8 @@ pub(super) fn start(
     let directory = files.monitor.parent().unwrap_or(Path::new("/"));
     command.current_dir(directory).stdin(Stdio::piped()).stdout(log).stderr(errors);
     let launcher = command.spawn().map_err(failed("starting QEMU"))?;
-    let mut launched = Launched { launcher };
     let until = Instant::now() + START_LIMIT;
+    let mut launched = Launched { launcher, until };
     let why = loop {
         if is_listened_on(&files.monitor) {
             return Ok(launched);
