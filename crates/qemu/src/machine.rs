@@ -232,7 +232,7 @@ impl Machine {
         let Ok(open) = descriptors(self.pid) else { return Ok(()) };
         for target in open.filter_map(|descriptor| descriptor.target()) {
             let target = target.to_string_lossy();
-            if target.starts_with("/dev/vfio/") || target.starts_with("/dev/vhost-vdpa") {
+            if writes_unseen(&target) {
                 return Err(QemuError::Untrackable {
                     device: format!("the device behind {target}"),
                 });
@@ -253,6 +253,15 @@ impl Machine {
             .filter_map(|drive| drive.inserted.as_ref())
             .any(|medium| medium.cache.direct))
     }
+}
+
+/// Whether behind this file of /dev there is something that writes guest memory without a look at
+/// QEMU's page tables: devices of the host, and hypervisors that are neither KVM nor QEMU's own TCG,
+/// of which nobody here knows how they do (QEMU 11.1 has Hyper-V's, `mshv`).
+fn writes_unseen(file: &str) -> bool {
+    ["/dev/vfio/", "/dev/vhost-vdpa", "/dev/mshv", "/dev/xen/", "/dev/nitro_enclaves"]
+        .iter()
+        .any(|device| file.starts_with(device))
 }
 
 /// Whether this process is a QEMU rather than the back end of a device. One that was started by a

@@ -1,12 +1,13 @@
-//! An audit by the command, of a move in which a page is placed wrongly on purpose: what it says of
-//! the page, and what its trace says of where that came from and when.
+//! Audits by the command: of a move in which a page is placed wrongly on purpose, what is said of
+//! the page, and what the trace says of where that came from and when; and of one in which nothing
+//! is wrong.
 
 use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
-use godwit_e2e::{LIMIT, Pair, check_untouched};
+use godwit_e2e::{LIMIT, Pair, check_moved, check_untouched};
 use godwit_stamp::settings::Mode;
-use godwit_testbed::{GuestConfig, TestVm, VmConfig, builds_in_turn_for};
+use godwit_testbed::{GuestConfig, TestVm, VmConfig, builds_for, builds_in_turn_for};
 
 /// What godwit says when a defect has struck; the last round may bring no page that it could.
 const STRUCK: &str = "made up: the defect has struck";
@@ -28,8 +29,8 @@ struct Sent {
 }
 
 impl Trace {
-    fn new() -> Self {
-        Self(std::env::temp_dir().join(format!("godwit-trace-{}", std::process::id())))
+    fn new(name: &str) -> Self {
+        Self(std::env::temp_dir().join(format!("godwit-trace-{name}-{}", std::process::id())))
     }
 
     fn name(&self) -> String {
@@ -88,7 +89,7 @@ fn the_trace_of_an_audit_says_where_the_page_that_differs_came_from_and_when() -
     for build in builds_in_turn_for("audit") {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
         let mut pair = Pair::start(&config)?;
-        let trace = Trace::new();
+        let trace = Trace::new("differs");
         let mut tries = 0..TRIES;
         let said = loop {
             tries.next().context("the defect found nothing to strike")?;
@@ -120,5 +121,26 @@ fn the_trace_of_an_audit_says_where_the_page_that_differs_came_from_and_when() -
         ensure!(versions.windows(2).all(ordered), "{versions:?}");
         check_untouched(&mut pair.source)?;
     }
+    Ok(())
+}
+
+#[test]
+fn godwit_audit_moves_a_guest_of_which_nothing_differs_and_says_so() -> anyhow::Result<()> {
+    let Some(build) = builds_for("audit").pop() else { return Ok(()) };
+    let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
+    let trace = Trace::new("equal");
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let audit = pair.godwit.audit(&pair.source, &address, &["--trace", &trace.name()])?;
+    let audit = audit.wait(LIMIT)?;
+    receive.wait(LIMIT)?;
+    check_moved(&mut pair, &audit)?;
+    let said = &audit.last()["audit"];
+    ensure!(said["compared_pages"].as_u64() > Some(0), "{}", audit.last());
+    for question in ["memory", "sent", "order"] {
+        ensure!(said[question]["differing_pages"] == 0, "{question}: {said}");
+    }
+    ensure!(said["disks"].is_null(), "{said}");
+    let lines = std::fs::read_to_string(&trace.0)?.lines().count();
+    ensure!(lines > 1, "a trace of {lines} lines");
     Ok(())
 }

@@ -70,7 +70,9 @@ impl Served {
         let image = image()?;
         let source = StorageDaemon::start(program, &image, options)?;
         let destination = StorageDaemon::start(program, &image, options)?;
-        let machine = |daemon: &StorageDaemon| config(build, backend, &daemon.arguments(reconnect));
+        let machine = |daemon: &StorageDaemon| {
+            config(build, backend, &daemon.arguments(reconnect.then_some(build)))
+        };
         let pair = Pair::start_apart(&machine(&source), &machine(&destination))?;
         Ok(Self { pair, source, _destination: destination, image, _slow: None })
     }
@@ -220,7 +222,7 @@ fn back_ends_are_shown_and_those_with_devices_of_their_own_refused() -> anyhow::
     let Some((build, program)) = builds(test).pop() else { return Ok(()) };
     let image = image()?;
     let daemon = StorageDaemon::start(&program, &image, "")?;
-    let vm = TestVm::source(&config(&build, Backend::Memfd, &daemon.arguments(false)))?;
+    let vm = TestVm::source(&config(&build, Backend::Memfd, &daemon.arguments(None)))?;
     vm.wait_ready(LIMIT)?;
     let name = vm.vm_name();
     let plan = Godwit::built()?.run(&["plan", "--vm", &name, "--for", "200ms", "--json"])?;
@@ -237,7 +239,7 @@ fn back_ends_are_shown_and_those_with_devices_of_their_own_refused() -> anyhow::
         return Ok(());
     };
     let daemon = StorageDaemon::start_holding(&program, &image, "", bar.into())?;
-    let vm = TestVm::source(&config(&build, Backend::Memfd, &daemon.arguments(false)))?;
+    let vm = TestVm::source(&config(&build, Backend::Memfd, &daemon.arguments(None)))?;
     let refused = Godwit::built()?.migrate(&vm, "127.0.0.1:1", &[])?.wait(LIMIT)?;
     let named = format!("qemu-storage-daemon {} (vhost-user-blk 'vb0')", daemon.pid());
     for words in [named.as_str(), "/resource open", "behind the page tables"] {

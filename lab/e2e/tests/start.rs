@@ -338,7 +338,7 @@ fn a_destination_that_is_started_has_a_back_end_of_its_own() -> anyhow::Result<(
         let [from, to] = daemons;
         let (from, to) = (from?, to?);
         let mut config = VmConfig::new(build, GuestConfig::small(Mode::Rate));
-        config.extra = from.arguments(false);
+        config.extra = from.arguments(None);
         let vm = source(&config.with_backend(Backend::Memfd))?;
         let served = format!("{}={}", from.socket().display(), to.socket().display());
         let said = Said::of(build, &vm.qmp_socket(), &[served])?;

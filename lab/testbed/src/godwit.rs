@@ -253,9 +253,27 @@ impl Godwit {
     /// # Errors
     /// When the program does not start.
     pub fn migrate_named(&self, vm: &str, to: &str, options: &[&str]) -> anyhow::Result<Running> {
+        self.move_by("migrate", vm, to, options)
+    }
+
+    /// Starts `godwit audit`, as [`Self::migrate`] starts `godwit migrate`.
+    ///
+    /// # Errors
+    /// When the program does not start.
+    pub fn audit(&self, vm: &dyn Movable, to: &str, options: &[&str]) -> anyhow::Result<Running> {
+        self.move_by("audit", &vm.vm_name(), to, options)
+    }
+
+    fn move_by(
+        &self,
+        command: &str,
+        vm: &str,
+        to: &str,
+        options: &[&str],
+    ) -> anyhow::Result<Running> {
         let told = options.contains(&"--reconnect");
         let all = [options, if told { &[] } else { &["--reconnect", "0s"] }].concat();
-        self.start(self.command(), "migrate", &["--vm", vm], &["--to", to], &all)
+        self.start(self.command(), command, &["--vm", vm], &["--to", to], &all)
     }
 
     /// Starts `godwit upgrade` of a machine by its name.

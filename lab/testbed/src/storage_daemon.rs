@@ -16,6 +16,8 @@ use crate::qemu_build::QemuBuild;
 use crate::skip::skip;
 
 const PROGRAM: &str = "qemu-storage-daemon";
+/// Since when QEMU has `reconnect-ms`.
+const RECONNECT_MS: (u32, u32, u32) = (9, 2, 0);
 const START_LIMIT: Duration = Duration::from_secs(30);
 
 /// A daemon that serves one image to one QEMU.
@@ -116,11 +118,16 @@ impl StorageDaemon {
         i32::try_from(self.child.id()).unwrap_or(i32::MAX)
     }
 
-    /// What QEMU is told so that the guest has its disk. With `reconnect` QEMU comes back to a
-    /// daemon that was gone.
+    /// What QEMU is told so that the guest has its disk. QEMU `reconnects` comes back to a daemon
+    /// that was gone.
     #[must_use]
-    pub fn arguments(&self, reconnect: bool) -> Vec<String> {
-        let again = if reconnect { ",reconnect=1" } else { "" };
+    pub fn arguments(&self, reconnects: Option<&QemuBuild>) -> Vec<String> {
+        let again = match reconnects.map(|build| build.version) {
+            None => "",
+            // 11.1 has the first one no more.
+            Some(version) if version < RECONNECT_MS => ",reconnect=1",
+            Some(_) => ",reconnect-ms=1000",
+        };
         let chardev = format!("socket,id=char0,path={}{again}", self.socket().display());
         let device = "vhost-user-blk-pci,id=vb0,chardev=char0";
         ["-chardev", &chardev, "-device", device].map(str::to_owned).into()

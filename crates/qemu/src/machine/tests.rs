@@ -90,6 +90,18 @@ fn vhost_user_devices_are_found_wherever_they_are() {
 }
 
 #[test]
+fn what_writes_memory_unseen_is_known_by_the_file_that_is_open() {
+    for file in ["/dev/vfio/12", "/dev/vhost-vdpa-0", "/dev/mshv", "/dev/xen/privcmd"] {
+        assert!(writes_unseen(file), "{file}");
+    }
+    for file in
+        ["/dev/kvm", "anon_inode:kvm-vm", "/dev/vhost-net", "/srv/dev/mshv.raw", "/dev/null"]
+    {
+        assert!(!writes_unseen(file), "{file}");
+    }
+}
+
+#[test]
 fn a_qemu_that_would_end_for_it_is_not_asked_of_a_file_system() {
     let asked = |version, answer: Value| {
         let devices = json!([{ "name": "fs", "type": "child<vhost-user-fs-pci>" }]);
