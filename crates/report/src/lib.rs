@@ -2,8 +2,8 @@
 //!
 //! A record is lines of JSON: who moved where and when, what progress was seen (fewer and fewer
 //! looks, the longer it took), and how it ended. The lines are those that `godwit migrate --json`
-//! and `godwit upgrade --json` print, so the page can be made of them as well. A destination keeps one of its own, of what it
-//! has seen.
+//! and `godwit upgrade --json` print, so the page can be made of them as well. A destination keeps
+//! one of its own, of what it has seen.
 //!
 //! ```text
 //!   record   what was seen of one migration, written and read

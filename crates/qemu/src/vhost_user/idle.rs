@@ -134,7 +134,7 @@ fn parse_used(text: &str) -> Option<u16> {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
     use crate::monitor::stand_in::{REFUSED, StandIn};
