@@ -1,5 +1,5 @@
-//! A migration or an upgrade as others see it: the socket at which it can be asked and steered while
-//! it is under way, those who watch it, and the record that is kept of it.
+//! A migration or an upgrade as others see it: the socket at which it can be asked and steered
+//! while it is under way, those who watch it, and the record that is kept of it.
 //!
 //! Invariant: it waits for none of them, and nothing is kept of one that was refused, or that was
 //! only to be shown.

@@ -256,8 +256,8 @@ impl Machine {
 }
 
 /// Whether behind this file of /dev there is something that writes guest memory without a look at
-/// QEMU's page tables: devices of the host, and hypervisors that are neither KVM nor QEMU's own TCG,
-/// of which nobody here knows how they do (QEMU 11.1 has Hyper-V's, `mshv`).
+/// QEMU's page tables: devices of the host, and hypervisors that are neither KVM nor QEMU's own
+/// TCG, of which nobody here knows how they do (QEMU 11.1 has Hyper-V's, `mshv`).
 fn writes_unseen(file: &str) -> bool {
     ["/dev/vfio/", "/dev/vhost-vdpa", "/dev/mshv", "/dev/xen/", "/dev/nitro_enclaves"]
         .iter()

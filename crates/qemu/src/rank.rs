@@ -1,5 +1,5 @@
-//! Who goes first where memory runs out (`oom_score_adj`, proc_pid_oom_score_adj(5)): a QEMU that was
-//! started for a guest, as long as that runs elsewhere.
+//! Who goes first where memory runs out (`oom_score_adj`, proc_pid_oom_score_adj(5)): a QEMU that
+//! was started for a guest, as long as that runs elsewhere.
 //!
 //! Invariant: a QEMU that has the guest stands where another would, and not in front.
 
@@ -20,8 +20,8 @@ fn put(pid: i32, rank: i32) -> io::Result<()> {
     std::fs::write(file(&pid.to_string()), rank.to_string())
 }
 
-/// Process `pid` is the first to go. Everybody may be that; where it cannot be said, it stands where
-/// whoever has started it does.
+/// Process `pid` is the first to go. Everybody may be that; where it cannot be said, it stands
+/// where whoever has started it does.
 pub(crate) fn put_first(pid: i32) {
     let _ = put(pid, FIRST);
 }

@@ -437,8 +437,8 @@ pub(crate) struct VirtioStatus<'a> {
     pub(crate) path: &'a str,
 }
 
-/// Since which version [`VirtioStatus`] is not to be asked for: 10.0 was seen to answer, 11.1 to end,
-/// and what is between was not tried.
+/// Since which version [`VirtioStatus`] is not to be asked for: 10.0 was seen to answer, 11.1 to
+/// end, and what is between was not tried.
 pub(crate) const ENDS_WHEN_ASKED: Version = (10, 1, 0);
 
 #[derive(Debug, Default, Deserialize)]
@@ -464,8 +464,9 @@ pub(crate) struct VhostQueueStatus<'a> {
 /// In QEMU's words (`qmp_x_query_virtio_vhost_queue_status`).
 pub(crate) const NOT_STARTED: &str = "has not started";
 
-/// A queue of a device; refused where there is none of that number. **Of a back end that is at work it stops the queue** to learn how far it is
-/// (`qmp_x_query_virtio_queue_status` in hw/virtio/virtio.c or virtio-qmp.c).
+/// A queue of a device; refused where there is none of that number. **Of a back end that is at work
+/// it stops the queue** to learn how far it is (`qmp_x_query_virtio_queue_status` in
+/// hw/virtio/virtio.c or virtio-qmp.c).
 #[derive(Debug, Serialize)]
 pub(crate) struct VirtioQueueStatus<'a> {
     pub(crate) path: &'a str,
