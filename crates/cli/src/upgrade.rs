@@ -77,7 +77,8 @@ pub(crate) struct Arguments {
     allow_differences: Vec<String>,
 
     /// Where memory has to be copied: also if this host, or the control group of this command, may
-    /// not have room for it twice; when memory runs out, the kernel ends the new QEMU first
+    /// not have room for it twice; when memory runs out, the kernel ends the new QEMU first, as
+    /// long as the guest runs in the old one
     #[arg(long)]
     overcommit: bool,
 

@@ -32,8 +32,9 @@ pub(crate) fn put_first(pid: i32) {
 /// # Errors
 /// When it stays the first.
 pub(crate) fn leave_first(pid: i32, like: Option<i32>) -> io::Result<()> {
-    // The kernel lets everybody go back to where they came from, and no further (`__set_oom_adj`,
-    // fs/proc/base.c).
+    // The kernel lets everybody go back to where they came from, and no further; but where whoever
+    // put it first may go further (CAP_SYS_RESOURCE), it takes that to go back (`__set_oom_adj`,
+    // fs/proc/base.c). What the process has started meanwhile stays the first.
     let own = of("self").unwrap_or(0);
     let wanted = like.and_then(|like| of(&like.to_string())).unwrap_or(own);
     let left = put(pid, wanted).or_else(|_| put(pid, own));

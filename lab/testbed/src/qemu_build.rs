@@ -70,7 +70,7 @@ impl fmt::Display for QemuBuild {
     }
 }
 
-/// Those that there should be, oldest first, each with its name.
+/// Those that there should be, each with its name.
 fn wanted() -> [(&'static str, Option<QemuBuild>); 3] {
     [
         ("the system's own", QemuBuild::installed()),
@@ -79,15 +79,16 @@ fn wanted() -> [(&'static str, Option<QemuBuild>); 3] {
     ]
 }
 
-/// All usable QEMUs, the system's own first.
+/// All usable QEMUs, oldest first.
 #[must_use]
 pub fn builds() -> Vec<QemuBuild> {
     found(wanted())
 }
 
-/// Those that there are, each version once.
+/// Those that there are, oldest first, each version once.
 fn found(wanted: [(&str, Option<QemuBuild>); 3]) -> Vec<QemuBuild> {
     let mut found: Vec<_> = wanted.into_iter().filter_map(|(_, build)| build).collect();
+    found.sort_by_key(|build| build.version);
     found.dedup_by(|a, b| a.version == b.version);
     found
 }
@@ -183,7 +184,7 @@ mod tests {
         assert!(told(0, 10, 0).contains("the system's own or the newest"));
         assert!(told(0, 0, 0).contains("there is no QEMU: run"));
         // Where the system's own is the newest it is one.
-        assert_eq!(found(wanted(7, 11, 11)), [qemu(7), qemu(11)]);
+        assert_eq!(found(wanted(11, 10, 11)), [qemu(10), qemu(11)]);
         assert_eq!(too_old(8, &[qemu(7), qemu(10)]), None);
         assert!(too_old(8, &[qemu(7)]).unwrap().contains("QEMU 7.2.0 is older than QEMU 8"));
         // Without any, that was told already.

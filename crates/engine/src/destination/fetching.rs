@@ -90,10 +90,12 @@ impl Destination<'_> {
     }
 
     /// What has really gone wrong where the machine could not be given its device state by `error`:
-    /// it may have waited for a page, and the channel be gone over which that was to come.
+    /// it may have waited for a page, and the channel be gone over which that was to come. What the
+    /// source gave up by, which ends its channels, says most.
     pub(super) fn starved(&self, lanes: Option<&Lanes>, error: EngineError) -> EngineError {
-        let lanes = lanes.filter(|_| self.left);
-        lanes.and_then(Lanes::failure).unwrap_or(error)
+        let Some(lanes) = lanes.filter(|_| self.left) else { return error };
+        let said = self.session.interruption().filter(|said| !said.is_loss());
+        said.or_else(|| lanes.failure()).unwrap_or(error)
     }
 
     /// Waits until every missing page is in place.

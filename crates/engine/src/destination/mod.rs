@@ -721,7 +721,8 @@ impl Destination<'_> {
         self.dump(DumpStage::Arrived)?;
         let began = Instant::now();
         if let Some(dumps) = &mut self.dumps {
-            self.loading.write(&dumps.let_go(), self.vm)?;
+            let written = self.loading.write(&dumps.let_go(), self.vm);
+            written.map_err(|error| self.starved(Some(lanes), error))?;
         }
         self.loading.end();
         // While the machine loads.

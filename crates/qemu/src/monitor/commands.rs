@@ -463,10 +463,12 @@ pub(crate) struct VhostQueueStatus<'a> {
 
 /// In QEMU's words (`qmp_x_query_virtio_vhost_queue_status`).
 pub(crate) const NOT_STARTED: &str = "has not started";
+/// In QEMU's words (`qmp_x_query_virtio_queue_status`).
+pub(crate) const NO_QUEUE: &str = "Invalid virtqueue number";
 
-/// A queue of a device; refused where there is none of that number. **Of a back end that is at work
-/// it stops the queue** to learn how far it is (`qmp_x_query_virtio_queue_status` in
-/// hw/virtio/virtio.c or virtio-qmp.c).
+/// A queue of a device; refused with [`NO_QUEUE`] where there is none of that number. **Of a back
+/// end that is at work it stops the queue** to learn how far it is
+/// (`qmp_x_query_virtio_queue_status` in hw/virtio/virtio.c or virtio-qmp.c).
 #[derive(Debug, Serialize)]
 pub(crate) struct VirtioQueueStatus<'a> {
     pub(crate) path: &'a str,

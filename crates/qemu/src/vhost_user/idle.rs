@@ -13,7 +13,7 @@ use crate::QemuError;
 use crate::machine::Machine;
 use crate::monitor::QmpError;
 use crate::monitor::commands::{
-    Human, NOT_STARTED, QomGet, VhostQueueStatus, VirtioQueue, VirtioQueueStatus,
+    Human, NO_QUEUE, NOT_STARTED, QomGet, VhostQueueStatus, VirtioQueue, VirtioQueueStatus,
 };
 
 const PAUSE: Duration = Duration::from_millis(1);
@@ -58,12 +58,9 @@ impl Queues {
                 let what = device.name.clone();
                 return Err(QemuError::BackEndBusy { what, requests: None, limit });
             }
-            let queue = |queue| VirtioQueueStatus { path: &device.path, queue };
-            let mut told = Some(machine.qmp.run(&queue(0))?);
-            for next in 1.. {
-                let Some(this) = told else { break };
-                device.await_queue(machine, &this, (limit, until), gone)?;
-                told = machine.qmp.run_if_known(&queue(next))?;
+            for queue in 0.. {
+                let Some(told) = device.queue(machine, queue)? else { break };
+                device.await_queue(machine, &told, (limit, until), gone)?;
             }
         }
         Ok(())
@@ -77,6 +74,19 @@ impl Device {
             Ok(_) => Ok(true),
             Err(QmpError::Refused { description, .. }) if description.contains(NOT_STARTED) => {
                 Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// What QEMU knows of one of its queues, of which there is always one; `None` behind the last.
+    fn queue(&self, machine: &mut Machine, queue: u16) -> Result<Option<VirtioQueue>, QmpError> {
+        match machine.qmp.run(&VirtioQueueStatus { path: &self.path, queue }) {
+            Ok(told) => Ok(Some(told)),
+            Err(QmpError::Refused { description, .. })
+                if queue > 0 && description.contains(NO_QUEUE) =>
+            {
+                Ok(None)
             }
             Err(error) => Err(error),
         }
@@ -145,6 +155,16 @@ mod tests {
     }
 
     fn wait_for(taken: u16, given: &str, started: bool, gone: bool) -> Result<(), String> {
+        wait_behind(taken, given, (started, gone), "Invalid virtqueue number 2")
+    }
+
+    /// The same where QEMU refuses a third queue with these words.
+    fn wait_behind(
+        taken: u16,
+        given: &str,
+        (started, gone): (bool, bool),
+        third: &str,
+    ) -> Result<(), String> {
         let queue = |taken| {
             json!({ "vring-num": 128, "vring-desc": 4096, "vring-used": 8192,
                 "last-avail-idx": taken, "used-idx": 0 })
@@ -154,7 +174,7 @@ mod tests {
         let at_work =
             if started { json!({}) } else { refused("Error: vhost device has not started yet") };
         // Two queues, of which the second one is the one that is waited for.
-        let idle = vec![queue(0), queue(taken), refused("Invalid virtqueue number 2")];
+        let idle = vec![queue(0), queue(taken), refused(third)];
         let stand_in = StandIn::new(&[("xp /1hx 0x2002", used(given))])
             .in_turn("x-query-virtio-vhost-queue-status", vec![at_work])
             .in_turn("x-query-virtio-queue-status", idle)
@@ -177,5 +197,8 @@ mod tests {
         let told = wait_for(3, "0x0001", false, true).unwrap_err();
         assert!(told.contains("2 requests") && told.contains("reconnect"), "{told}");
         assert!(wait(5, "Cannot access memory", false).is_err());
+        // Mutation: whatever QEMU refuses for, there is no further queue.
+        let lost = wait_behind(5, "0x0005", (false, false), "Path /dev is not a VirtIODevice");
+        assert!(lost.unwrap_err().contains("is not a VirtIODevice"));
     }
 }
