@@ -369,10 +369,9 @@ fn fetch_left(
     // What can fail comes first: what was left goes with who has it.
     let options = options(arguments, None)?;
     let (listener, address) = bind(arguments)?;
-    let left = Left::find(&record).map_err(|error| RequestError::Refused(error.into()))?;
-    let Some(left) = left else { return Ok(None) };
-    let left = left.known_by(&options.security);
+    let left = Left::find(&record, &options.security);
     let left = left.map_err(|error| RequestError::Refused(error.into()))?;
+    let Some(left) = left else { return Ok(None) };
     let opened = LeftDestination::open(left.machine());
     let begun = opened.and_then(|vm| Ok((vm.run_beside(path)?, vm)));
     let (starting, mut vm) = match begun {

@@ -174,13 +174,15 @@ fn tell(arguments: &Arguments, known: Known, pid: i32, state: &str) -> ExitCode 
 
 fn settle(arguments: &Arguments, guest: Where) -> Result<(), Box<dyn Error>> {
     let recovery = open(&arguments.vm)?;
-    match guest {
-        Where::Here => recovery.run_here(arguments.force)?,
-        Where::There => recovery.end_here(arguments.force)?,
-    }
     let done = match guest {
-        Where::Here => "the guest is here, and QEMU as it was",
-        Where::There => "this VM has ended: the guest is the other side's",
+        Where::Here => {
+            let otherwise = recovery.run_here(arguments.force)?;
+            otherwise.unwrap_or("the guest is here, and QEMU as it was")
+        }
+        Where::There => {
+            recovery.end_here(arguments.force)?;
+            "this VM has ended: the guest is the other side's"
+        }
     };
     if arguments.json {
         let guest = if guest == Where::Here { "here" } else { "there" };

@@ -139,18 +139,26 @@ pub enum EngineError {
         /// Why.
         why: String,
     },
-    /// A godwit that was killed has left a guest without all of its memory, and who would go on has
-    /// other keys than it had: what was left stays.
+    /// A godwit that was killed has left a guest without all of its memory, and another one cannot
+    /// go on: what was left stays, since the guest is lost without it.
     #[error(
         "a godwit that was killed has left a guest that lacks memory, and this one cannot go on \
          ({} stays as it is): {why}",
         path.display()
     )]
-    OtherKeys {
+    Left {
         /// What was left.
         path: std::path::PathBuf,
         /// Why.
         why: String,
+    },
+    /// What another godwit would go on by cannot be written down.
+    #[error("cannot write down what another godwit would go on by, {}: {source}", path.display())]
+    Unwritten {
+        /// Where.
+        path: std::path::PathBuf,
+        /// Why.
+        source: std::io::Error,
     },
     /// The godwit that began the migration was killed.
     #[error("the godwit that was at work here before was killed")]

@@ -23,13 +23,20 @@ const LIMIT: u64 = 1 << 20;
 /// The place of a record, which is removed with this, once it is written or taken over.
 pub(crate) struct Place {
     path: PathBuf,
+    /// Whether a guest lacks memory that nobody finds without what is written here.
+    is_of_left: bool,
     /// Locks of all files that were there.
     held: Vec<File>,
 }
 
 impl Place {
     pub(crate) fn new(path: &Path) -> Self {
-        Self { path: path.to_owned(), held: Vec::new() }
+        Self { path: path.to_owned(), is_of_left: false, held: Vec::new() }
+    }
+
+    /// The place of what is written of a guest that runs without all of its memory.
+    pub(crate) fn of_left(path: &Path) -> Self {
+        Self { path: path.to_owned(), is_of_left: true, held: Vec::new() }
     }
 
     /// The record that a killed godwit has left, if one has, unless it is `unfit`.
@@ -71,7 +78,8 @@ impl Place {
     /// Writes `record` in the place of what is there.
     pub(crate) fn write<T: Serialize>(&mut self, record: &T) -> Result<(), EngineError> {
         let beside = self.path.with_extension(format!("{}.new", std::process::id()));
-        let text = serde_json::to_vec(record).map_err(|error| self.refused(error))?;
+        let unwritten = |source| EngineError::Unwritten { path: self.path.clone(), source };
+        let text = serde_json::to_vec(record).map_err(|error| unwritten(error.into()))?;
         let write = || {
             let mut options = OpenOptions::new();
             let mut file = options.write(true).create_new(true).mode(0o600).open(&beside)?;
@@ -82,7 +90,7 @@ impl Place {
         };
         let written = write().map_err(|error: std::io::Error| {
             let _ = std::fs::remove_file(&beside);
-            self.refused(error)
+            unwritten(error)
         })?;
         self.held.push(written);
         Ok(())
@@ -93,14 +101,12 @@ impl Place {
         self.held.clear();
     }
 
-    /// Leaves the record to a godwit with the keys that it was begun with; what to tell of it.
-    pub(crate) fn left_for_its_keys(&mut self, why: &str) -> EngineError {
-        self.abandon();
-        EngineError::OtherKeys { path: self.path.clone(), why: why.to_owned() }
-    }
-
     pub(crate) fn refused(&self, why: impl std::fmt::Display) -> EngineError {
-        EngineError::Record { path: self.path.clone(), why: why.to_string() }
+        let (path, why) = (self.path.clone(), why.to_string());
+        match self.is_of_left {
+            true => EngineError::Left { path, why },
+            false => EngineError::Record { path, why },
+        }
     }
 }
 
@@ -110,5 +116,22 @@ impl Drop for Place {
         if !self.held.is_empty() && !std::thread::panicking() {
             let _ = std::fs::remove_file(&self.path);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_guest_lacks_is_not_to_be_removed_by_anybody() {
+        // Mutation: it is told of as a migration that can be begun anew.
+        let told = |place: Place| place.refused("its writer lives").to_string();
+        let path = Path::new("/run/godwit/x.left");
+        assert!(told(Place::new(path)).contains("remove it, and begin anew"));
+        let left = told(Place::of_left(path));
+        assert!(left.contains("x.left stays as it is") && !left.contains("remove"), "{left}");
+        let unwritten = Place::of_left(Path::new("/nonexistent/x")).write(&1).unwrap_err();
+        assert!(matches!(unwritten, EngineError::Unwritten { .. }), "{unwritten}");
     }
 }

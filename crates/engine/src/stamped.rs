@@ -40,9 +40,16 @@ pub(crate) fn tell_struck() {
 /// Where it is written down what has come of pages that followed.
 static PLACED: OnceLock<File> = OnceLock::new();
 
-/// From here on each page of the largest RAM block that comes when the guest runs here already is
-/// written to the end of `file`: its number, and the word of its fingerprint under the key of seed
-/// 0, two little-endian numbers of 8 bytes.
+/// From here on what becomes of the pages of the largest RAM block that come when the guest runs
+/// here already is written to the end of `file`, in records of two little-endian numbers of 8
+/// bytes:
+///
+/// - before the guest runs, for each run of pages that are missing, its first page with the highest
+///   bit set, and how many there are;
+/// - for each page that comes, before it is placed, its number, and the word of its fingerprint
+///   under the key of seed 0;
+/// - when nothing is missing any more, a number of all ones, and how many pages of all blocks the
+///   guest gave back before they had come.
 ///
 /// ```
 /// # fn note(path: &std::path::Path) -> std::io::Result<()> {
@@ -55,23 +62,49 @@ pub fn write_placed(file: File) {
     let _ = PLACED.set(file);
 }
 
+/// The bit of a record that tells of pages that are missing.
+const MISSING: u64 = 1 << 63;
+/// What a record begins with that says that nothing is missing any more.
+const ALL: u64 = u64::MAX;
+
+/// Writes records to where it is written down, if it is. In one piece, or nothing: others write to
+/// it as well.
+fn note(records: &[[u64; 2]]) {
+    let Some(mut file) = PLACED.get() else { return };
+    let bytes: Vec<u8> = records.as_flattened().iter().flat_map(|it| it.to_le_bytes()).collect();
+    let written = file.write(&bytes);
+    assert!(written.is_ok_and(|written| written == bytes.len()), "no room for what was placed");
+}
+
+/// The guest is about to run, and these `runs` of the largest block are missing.
+pub(crate) fn note_missing(runs: impl Iterator<Item = PageRun>) {
+    if PLACED.get().is_some() {
+        let records: Vec<_> = runs.map(|run| [MISSING | run.start.0, run.count.0]).collect();
+        note(&records);
+    }
+}
+
+/// Nothing is missing any more, and so many pages were given back before they had come.
+pub(crate) fn note_all(given_back: u64) {
+    note(&[[ALL, given_back]]);
+}
+
 /// What has come of `run` of a block, of data or, without bytes, of zeros; the block is the largest
 /// one.
 pub(crate) fn note_placed(run: PageRun, bytes: Option<&[u8]>) {
-    let Some(mut file) = PLACED.get() else { return };
+    if PLACED.get().is_none() {
+        return;
+    }
     let key = Key::new(0);
-    let mut records = Vec::with_capacity(16 * run.count.0 as usize);
-    for index in 0..run.count.0 {
+    let record = |index: u64| {
         let page = |bytes: &[u8]| {
             let at = PageIndex(index).offset() as usize;
             key.page(&bytes[at..at + PAGE_SIZE as usize])
         };
-        records.extend_from_slice(&(run.start.0 + index).to_le_bytes());
-        records.extend_from_slice(&bytes.map_or(key.zero(), page).word().to_le_bytes());
-    }
-    // In one piece, or nothing: others write to it as well.
-    let written = file.write(&records);
-    assert!(written.is_ok_and(|written| written == records.len()), "no room for what was placed");
+        [run.start.0 + index, bytes.map_or(key.zero(), page).word()]
+    };
+    let records: Vec<_> = (0..run.count.0).map(record).collect();
+    note(&records);
 }
 
 #[cfg(test)]

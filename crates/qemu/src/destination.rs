@@ -373,7 +373,11 @@ impl DestinationVm for QemuDestination {
         }
         // It ends all the same if this cannot be written: it must not run.
         let _ = self.note(|left| left.stage = Stage::Discarding);
-        end(&mut self.machine)?;
+        // One that lacks pages may wait for one itself, and would do as it is told when that comes.
+        match self.coming {
+            Some(_) => kill(&mut self.machine)?,
+            None => end(&mut self.machine)?,
+        }
         let _ = self.note(|left| *left = Left::at(Stage::Waiting, false));
         Ok(())
     }
@@ -481,13 +485,18 @@ impl QemuDestination {
 pub(crate) fn end(machine: &mut Machine) -> Result<(), QemuError> {
     let _ = machine.qmp.run(&Quit);
     let undead = |source| QemuError::Undead { pid: machine.pid, source };
-    for kill in [false, true] {
-        if kill {
-            machine.process.kill().map_err(undead)?;
-        }
-        if machine.process.ends_within(QUIT_LIMIT).map_err(undead)? {
-            return Ok(());
-        }
+    if machine.process.ends_within(QUIT_LIMIT).map_err(undead)? {
+        return Ok(());
+    }
+    kill(machine)
+}
+
+/// The same of one that need not be asked.
+fn kill(machine: &mut Machine) -> Result<(), QemuError> {
+    let undead = |source| QemuError::Undead { pid: machine.pid, source };
+    machine.process.kill().map_err(undead)?;
+    if machine.process.ends_within(QUIT_LIMIT).map_err(undead)? {
+        return Ok(());
     }
     Err(undead(rustix::io::Errno::TIMEDOUT.into()))
 }

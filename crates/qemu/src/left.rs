@@ -236,7 +236,7 @@ impl LeftDestination {
             loop {
                 // Once more when all has come.
                 let last = ends.load(Ordering::SeqCst);
-                let run = Recovery::beside(&path).and_then(|found| found.run_here(false));
+                let run = Recovery::beside(&path).and_then(|found| found.run_here(false).map(drop));
                 if run.is_ok() || last {
                     return run;
                 }

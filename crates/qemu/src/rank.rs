@@ -27,23 +27,39 @@ pub(crate) fn put_first(pid: i32) {
 }
 
 /// It stands where the process `like` does from now on; without one, or where that takes a right
-/// which is not there, where this one does.
+/// which is not there, where this one does. So do its children, such as a helper for its network,
+/// which have come first with it.
 ///
 /// # Errors
 /// When it stays the first.
 pub(crate) fn leave_first(pid: i32, like: Option<i32>) -> io::Result<()> {
     // The kernel lets everybody go back to where they came from, and no further; but where whoever
     // put it first may go further (CAP_SYS_RESOURCE), it takes that to go back (`__set_oom_adj`,
-    // fs/proc/base.c). What the process has started meanwhile stays the first.
+    // fs/proc/base.c). What it has started and is nobody's child any more stays the first.
     let own = of("self").unwrap_or(0);
     let wanted = like.and_then(|like| of(&like.to_string())).unwrap_or(own);
     let left = put(pid, wanted).or_else(|_| put(pid, own));
+    for child in children_of(pid).filter(|child| of(&child.to_string()) == Some(FIRST)) {
+        // The guest does not depend on it as it does on the process.
+        let _ = leave_first(child, Some(pid));
+    }
     left.or_else(|error| if of(&pid.to_string()) == Some(FIRST) { Err(error) } else { Ok(()) })
+}
+
+/// What the threads of process `pid` have started, as far as it is told (proc_tid_children(5)).
+fn children_of(pid: i32) -> impl Iterator<Item = i32> {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let lists = threads.filter_map(|it| std::fs::read_to_string(it.path().join("children")).ok());
+    lists.flat_map(|list| {
+        let pids: Vec<i32> = list.split(' ').filter_map(|pid| pid.parse().ok()).collect();
+        pids
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use std::process::{Child, Command};
+    use std::time::{Duration, Instant};
 
     use super::*;
 
@@ -68,6 +84,28 @@ mod tests {
             let _ = self.0.kill();
             let _ = self.0.wait();
         }
+    }
+
+    #[test]
+    fn what_a_process_has_started_is_not_left_the_first() {
+        // Mutations: its children stay the first; a child that came elsewhere by itself is moved.
+        const STARTS_TWO: &str = "echo 1000 > /proc/$$/oom_score_adj; sleep 60 & \
+                                  echo 900 > /proc/$!/oom_score_adj; sleep 60 & wait";
+        let parent = Sleeper(Command::new("sh").args(["-c", STARTS_TWO]).spawn().unwrap());
+        let until = Instant::now() + Duration::from_secs(10);
+        let ranks = || -> Vec<_> {
+            let of_children = children_of(parent.pid()).map(|child| of(&child.to_string()));
+            of_children.collect()
+        };
+        while ranks() != [Some(900), Some(FIRST)] {
+            assert!(Instant::now() < until, "{:?}", ranks());
+        }
+        leave_first(parent.pid(), None).unwrap();
+        assert_eq!(ranks(), [Some(900), of("self")]);
+        children_of(parent.pid()).for_each(|child| {
+            let child = rustix::process::Pid::from_raw(child).unwrap();
+            let _ = rustix::process::kill_process(child, rustix::process::Signal::KILL);
+        });
     }
 
     #[test]

@@ -187,6 +187,32 @@ pub(crate) fn keep_stopped(machine: &mut Machine, limit: Duration) -> Result<(),
     }
 }
 
+/// What is told of a guest that was found paused and that QEMU has not got `paused`.
+///
+/// None of QEMU's commands leads from `postmigrate` back to `paused` without running or resetting
+/// the guest: only a running one is paused (`vm_stop`, `runstate_transitions_def` in
+/// system/runstate.c). A migration that came to `completed` ends there in every version, and one
+/// that failed or was cancelled with the guest stopped before 8.1 (`migration_iteration_finish`).
+pub(crate) const STAYS_POSTMIGRATE: &str = "the guest stands still as it did before, but QEMU calls it 'postmigrate' instead of 'paused' \
+     and knows no way back: `cont` runs it when it is to run; it cannot be migrated until then";
+
+/// Looks at a guest that was found paused, behind [`run_again`]; what is to be told of it, if QEMU
+/// has it otherwise now.
+pub(crate) fn stays_otherwise(
+    machine: &mut Machine,
+    limit: Duration,
+) -> Result<Option<&'static str>, QemuError> {
+    let until = Instant::now() + limit;
+    loop {
+        match machine.run_state()?.as_str() {
+            // QEMU reports the end of its migration a moment before it sets the run state.
+            "finish-migrate" if Instant::now() < until => std::thread::sleep(PAUSE),
+            "postmigrate" => return Ok(Some(STAYS_POSTMIGRATE)),
+            _ => return Ok(None),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
@@ -221,6 +247,24 @@ mod tests {
     }
 
     const OLD: Version = (7, 2, 22);
+
+    #[test]
+    fn a_paused_guest_that_qemu_has_otherwise_is_told_of() {
+        // Mutation: it is not looked at again when the migration has ended and the state is late.
+        for (states, told) in [
+            (&["paused"][..], None),
+            (&["finish-migrate", "finish-migrate", "postmigrate"], Some(STAYS_POSTMIGRATE)),
+            (&["finish-migrate", "paused"], None),
+        ] {
+            let all = states.iter().map(|state| json!({ "status": state })).collect();
+            let stand_in = StandIn::default().in_turn("query-status", all);
+            let given = Arc::clone(&stand_in.told);
+            let mut machine = Machine::behind(Box::new(stand_in)).unwrap();
+            assert_eq!(stays_otherwise(&mut machine, Duration::from_secs(5)).unwrap(), told);
+            let given = given.lock().unwrap();
+            assert_eq!(given.len(), states.len(), "it is asked and told nothing: {given:?}");
+        }
+    }
 
     #[test]
     fn a_migration_that_saves_devices_is_waited_for_and_not_cancelled() {

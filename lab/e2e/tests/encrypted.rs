@@ -2,13 +2,17 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use godwit_e2e::{
-    Keys, LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched, oldest,
+    Keys, LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched, follow_records,
+    oldest,
 };
 use godwit_stamp::settings::Mode;
-use godwit_testbed::{Godwit, GuestConfig, Movable, VmConfig, builds_for};
+use godwit_testbed::{Backend, Godwit, GuestConfig, Movable, VmConfig, builds_for};
+use rustix::process::Signal;
+use serde_json::Value;
 
 #[test]
 fn a_guest_moves_with_keys_and_only_with_them() -> anyhow::Result<()> {
@@ -53,6 +57,64 @@ fn a_guest_moves_with_keys_and_only_with_them() -> anyhow::Result<()> {
     ] {
         ensure!(receive.errors.contains(words), "{words}: {}", receive.errors);
     }
+    Ok(())
+}
+
+#[test]
+fn who_goes_on_with_other_keys_is_refused_and_changes_nothing() -> anyhow::Result<()> {
+    // Mutations: nobody looks at the keys, and both sides wait for each other without end; what was
+    // left goes with who was refused.
+    let builds = builds_for("who_goes_on_with_other_keys_is_refused_and_changes_nothing");
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let config = VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate))
+        .with_backend(Backend::Anonymous);
+    let mut pair = Pair::start(&config)?;
+    let (keys, others) = (Keys::make(&pair.godwit, "on")?, Keys::make(&pair.godwit, "other-on")?);
+    let (west, east) = (keys.path("west")?, keys.path("east")?);
+    let (other_west, other_east) = (others.path("west")?, others.path("east")?);
+    let there = ["--keys", &east, "--peer", "west", "--reconnect", "60s"];
+    let slow = ["--max-bandwidth", "20MiB/s", "--compression", "none", "--postcopy", "now"];
+    let here = ["--keys", &west, "--peer", "east", "--reconnect", "60s"];
+    let here = [&slow[..], &here].concat();
+    let (receive, address) = pair.godwit.receive(&pair.destination, &there)?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, &here)?;
+    let follows = |line: &Value| line["stage"] == "post-copy";
+    migrate.wait_for("the guest to run there", LIMIT, follows)?;
+    for side in [&receive, &migrate] {
+        side.signal(Signal::KILL)?;
+    }
+    drop((receive.wait(LIMIT)?, migrate.wait(LIMIT)?));
+    ensure!(follow_records(&pair) == [1, 1], "not a record of each side");
+
+    let (from, to) = (pair.source.vm_name(), pair.destination.vm_name());
+    let receive = ["receive", "--vm", &to, "--listen", &address];
+    let migrate = [&["migrate", "--vm", &from, "--to", &address], &slow[..]].concat();
+    let (north, plain) = (["--peer", "west", "--keys", &other_east], []);
+    let (south, bare) = (["--peer", "east", "--keys", &other_west], []);
+    let (other, none) = ("begun with other keys", "begun with keys");
+    for (command, options, words) in [
+        (&receive[..], &north[..], other),
+        (&receive, &plain, none),
+        (&migrate, &south, other),
+        (&migrate, &bare, none),
+    ] {
+        let began = Instant::now();
+        let refused = pair.godwit.run(&[command, options].concat())?;
+        let errors = String::from_utf8_lossy(&refused.stderr).into_owned();
+        ensure!(!refused.status.success() && errors.contains(words), "{options:?}: {errors}");
+        ensure!(errors.contains("stays as it is"), "{options:?}: {errors}");
+        ensure!(began.elapsed() < Duration::from_secs(10), "{options:?}: {:?}", began.elapsed());
+        ensure!(follow_records(&pair) == [1, 1], "{options:?}: what was left is gone");
+    }
+
+    let (receive, _) = pair.godwit.receive_on(&address, &pair.destination, &there)?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, &here)?.wait(LIMIT)?;
+    let receive = receive.wait(LIMIT)?;
+    ensure!(receive.status.success(), "{} {}", receive.last(), receive.errors);
+    check_moved(&mut pair, &migrate)?;
+    ensure!(follow_records(&pair) == [0, 0], "a record is left");
     Ok(())
 }
 

@@ -8,8 +8,11 @@
 //! struck; behind each move exactly one side has the guest, which has found no damage, and nothing
 //! of godwit's is left but, where the source was lost, a `godwit receive` that waits two minutes
 //! for it, and its record; and where the source's memory is in a file, which stays as it was when
-//! the guest stopped there, each page that came behind it is compared with that.
+//! the guest stopped there, each page that came behind it is compared with that, and these are all
+//! that were missing but those that the guest gave back before they had come. Anonymous memory ends
+//! with its source, before anybody could compare.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -69,6 +72,8 @@ pub struct Counts {
     pub stayed: u32,
     /// Pages that came behind a guest, and were compared with its source's memory.
     pub compared: u64,
+    /// Guests of which that are all pages that were missing when they began to run.
+    pub whole: u32,
 }
 
 impl Counts {
@@ -89,6 +94,15 @@ impl Counts {
         self.moves += other.moves;
         self.stayed += other.stayed;
         self.compared += other.compared;
+        self.whole += other.whole;
+    }
+
+    /// What came behind a guest was compared with the memory that it left in `ram`.
+    pub(crate) fn compare(&mut self, placed: &Placed, ram: &File) -> anyhow::Result<()> {
+        let compared = placed.compare(ram)?;
+        self.compared += compared;
+        self.whole += u32::from(compared > 0);
+        Ok(())
     }
 }
 
@@ -165,26 +179,97 @@ impl Placed {
     }
 
     /// Compares all of it with the memory that the guest has left in `ram`; how many pages.
-    pub(crate) fn compare(&self, ram: &File) -> anyhow::Result<u64> {
-        let mut compared = 0;
-        if self.0.is_none() {
-            return Ok(compared);
-        }
+    ///
+    /// # Errors
+    /// When a page came otherwise than it was, or not at all.
+    fn compare(&self, ram: &File) -> anyhow::Result<u64> {
+        let came = self.came()?;
         let key = Key::new(0);
         let mut bytes = vec![0; PAGE_SIZE as usize];
-        for file in self.files()? {
-            let records = std::fs::read(file)?;
-            // Whoever was killed may have left a part of the last one.
-            for record in records.as_chunks::<16>().0 {
-                let word = |at| u64::from_le_bytes(std::array::from_fn(|byte| record[at + byte]));
-                let (page, print) = (word(0), word(8));
-                ram.read_exact_at(&mut bytes, PageIndex(page).offset())?;
-                let came = key.page(&bytes).word() == print;
-                ensure!(came, "page {page} came otherwise than it was at the source");
-                compared += 1;
+        for (page, print) in &came.pages {
+            ram.read_exact_at(&mut bytes, PageIndex(*page).offset())?;
+            let as_it_was = key.page(&bytes).word() == *print;
+            ensure!(as_it_was, "page {page} came otherwise than it was at the source");
+        }
+        came.check_whole()?;
+        Ok(came.pages.len() as u64)
+    }
+
+    /// What is written there, once all has come: whoever waits for a source that is lost says so a
+    /// moment after the guest has its last page.
+    fn came(&self) -> anyhow::Result<Came> {
+        let until = Instant::now() + LIMIT;
+        loop {
+            let mut came = Came::default();
+            for number in 0..self.files()?.len() {
+                let file = self.0.as_ref().map(|directory| directory.join(number.to_string()));
+                let records = std::fs::read(file.context("no directory")?)?;
+                // Whoever was killed may have left a part of the last one.
+                let words = records.as_chunks::<16>().0.iter().map(|record| {
+                    let word =
+                        |at| u64::from_le_bytes(std::array::from_fn(|byte| record[at + byte]));
+                    [word(0), word(8)]
+                });
+                words.for_each(|record| came.take(record));
+            }
+            if came.is_told() || Instant::now() >= until {
+                return Ok(came);
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+}
+
+/// The bit of a record that tells of pages that are missing, and what one begins with that says
+/// that nothing is missing any more (`write_placed` of the engine).
+const MISSING: u64 = 1 << 63;
+const ALL: u64 = u64::MAX;
+
+/// What `godwit receive` has written down.
+#[derive(Debug, Default)]
+struct Came {
+    /// Pages that were missing when the guest began to run; another godwit lacks no others.
+    missing: BTreeSet<u64>,
+    /// Pages that came, as often as they did, and the words of their fingerprints.
+    pages: BTreeSet<(u64, u64)>,
+    /// How many the guest gave back before they had come, once nothing is missing any more.
+    given_back: Option<u64>,
+}
+
+impl Came {
+    fn take(&mut self, record: [u64; 2]) {
+        match record {
+            [ALL, given_back] => self.given_back = Some(given_back),
+            [first, count] if first & MISSING != 0 => {
+                let first = first & !MISSING;
+                self.missing.extend(first..first + count);
+            }
+            [page, print] => {
+                self.pages.insert((page, print));
             }
         }
-        Ok(compared)
+    }
+
+    /// Whether all is told, or nothing was missing.
+    fn is_told(&self) -> bool {
+        self.missing.is_empty() || self.given_back.is_some()
+    }
+
+    /// Each page that was missing has come, but for as many as the guest gave back, and no other.
+    fn check_whole(&self) -> anyhow::Result<()> {
+        ensure!(self.is_told(), "nobody said that all has come that was missing");
+        let came: BTreeSet<u64> = self.pages.iter().map(|(page, _)| *page).collect();
+        let unasked: Vec<_> = came.difference(&self.missing).take(4).collect();
+        ensure!(unasked.is_empty(), "pages {unasked:?} and others came, and were not missing");
+        let never: Vec<_> = self.missing.difference(&came).collect();
+        let given_back = self.given_back.unwrap_or_default();
+        ensure!(
+            never.len() as u64 <= given_back,
+            "{} pages never came, {:?} among them; the guest gave back {given_back}",
+            never.len(),
+            &never[..never.len().min(4)]
+        );
+        Ok(())
     }
 }
 
@@ -386,8 +471,10 @@ impl Move<'_> {
 
     /// The guest is at the destination, whole.
     fn moved(mut self) -> anyhow::Result<Counts> {
-        let ram = File::open(self.pair.source.ram_file()).context("no memory of the source")?;
-        self.counts.compared += self.placed.compare(&ram)?;
+        if self.placed.0.is_some() {
+            let ram = File::open(self.pair.source.ram_file()).context("no memory of the source")?;
+            self.counts.compare(&self.placed, &ram)?;
+        }
         self.counts.moves += 1;
         Ok(self.counts)
     }
@@ -480,5 +567,35 @@ impl Move<'_> {
                 .map_or("killed".to_owned(), |it| format!("{} {}", last(it), it.errors()))
         };
         format!("migrate: {}; receive: {}", said(&self.migrate), said(&self.receive))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is said of these records.
+    fn judged(records: &[[u64; 2]]) -> Result<(), String> {
+        let mut came = Came::default();
+        records.iter().for_each(|record| came.take(*record));
+        came.check_whole().map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_move_is_whole_when_each_page_that_was_missing_has_come() {
+        let missing = [MISSING | 7, 3];
+        let all = [missing, [7, 1], [8, 1], [9, 1], [ALL, 0]];
+        assert_eq!(judged(&all), Ok(()));
+        // One that was killed: the next one lacks what is left, and a page may come twice.
+        assert_eq!(judged(&[&all[..3], &[[MISSING | 8, 2]], &all[2..]].concat()), Ok(()));
+        assert_eq!(judged(&[]), Ok(()), "nothing followed");
+
+        let unsaid = judged(&all[..4]).unwrap_err();
+        assert!(unsaid.contains("nobody said"), "{unsaid}");
+        let lost = judged(&[missing, [7, 1], [9, 1], [ALL, 0]]).unwrap_err();
+        assert!(lost.starts_with("1 pages never came, [8]"), "{lost}");
+        assert_eq!(judged(&[missing, [7, 1], [9, 1], [ALL, 1]]), Ok(()), "it was given back");
+        let other = judged(&[&all[..4], &[[6, 1]], &all[4..]].concat()).unwrap_err();
+        assert!(other.contains("[6]"), "{other}");
     }
 }

@@ -203,7 +203,7 @@ impl Move {
         ensure!(beats.windows(2).all(next), "{beats:?}");
         let bugs = [source.bugs(), destination.bugs()].concat();
         ensure!(bugs.is_empty(), "{bugs:?}");
-        self.counts.compared += self.placed.compare(&self.ram)?;
+        self.counts.compare(&self.placed, &self.ram)?;
         self.counts.moves += 1;
         Ok(self.counts)
     }

@@ -58,18 +58,17 @@ impl Arriving {
         content: Content,
         bytes: &[u8],
     ) -> Result<(), EngineError> {
+        // Before it is placed: who is killed in between has it come once more.
+        #[cfg(feature = "test-hooks")]
+        if self.largest() == Some(block) {
+            let data = (content == Content::Data).then_some(bytes);
+            crate::stamped::note_placed(run, data);
+        }
         match content {
             Content::Data => self.pages.place(block, run.start, bytes),
             Content::Zero => self.pages.place_zeros(block, run),
         }
         .map_err(EngineError::Vm)?;
-        #[cfg(feature = "test-hooks")]
-        if self.blocks.iter().position(|pages| Some(pages) == self.blocks.iter().max())
-            == Some(block)
-        {
-            let data = (content == Content::Data).then_some(bytes);
-            crate::stamped::note_placed(run, data);
-        }
         let now = Instant::now();
         let mut waits = self.waits();
         let range = (block, run.start.0)..(block, run.end().0);
@@ -102,6 +101,18 @@ impl Arriving {
     /// How many pages each of our blocks has.
     pub(super) fn blocks(&self) -> &[u64] {
         &self.blocks
+    }
+
+    /// The largest of our blocks, of which it is written down for tests what becomes of it.
+    #[cfg(feature = "test-hooks")]
+    fn largest(&self) -> Option<usize> {
+        self.blocks.iter().position(|pages| Some(pages) == self.blocks.iter().max())
+    }
+
+    /// What is still to come of our block `block`, in runs.
+    fn left_of(&self, block: usize) -> impl Iterator<Item = PageRun> {
+        let next = move |from| self.pages.next_run(block, from);
+        std::iter::successors(next(PageIndex(0)), move |run| next(run.end()))
     }
 
     /// What somebody still waits for. What was discarded since is waited for by nobody.
@@ -156,6 +167,10 @@ impl Fetching {
             again: AtomicBool::new(false),
             failure: Mutex::new(None),
         });
+        #[cfg(feature = "test-hooks")]
+        if let Some(largest) = arriving.largest() {
+            crate::stamped::note_missing(arriving.left_of(largest));
+        }
         let (cell, asks, pages) =
             (cells.with(Rights::NONE), Arc::clone(&asking), Arc::clone(&arriving));
         let thread = threads::start("faults", move || match cell.enter() {
@@ -184,9 +199,7 @@ impl Fetching {
 
     /// What is still to come of our block `block`, in runs.
     pub(super) fn left_of(&self, block: usize) -> Vec<PageRun> {
-        let pages = &self.arriving.pages;
-        let next = |from| pages.next_run(block, from);
-        std::iter::successors(next(PageIndex(0)), |run| next(run.end())).collect()
+        self.arriving.left_of(block).collect()
     }
 
     /// The source is back: it is asked once more for all that somebody waits for.
@@ -204,6 +217,8 @@ impl Fetching {
     pub(super) fn finish(&mut self) -> Result<Fetched, VmError> {
         self.end();
         let measures = self.arriving.pages.measures();
+        #[cfg(feature = "test-hooks")]
+        crate::stamped::note_all(measures.discarded);
         let mut answered = std::mem::take(&mut self.arriving.waits().answered);
         answered.sort_unstable();
         let part = |percent: usize| {

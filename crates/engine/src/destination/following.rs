@@ -43,7 +43,6 @@ pub fn follow(
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<Received, Failure> {
     let unheard = |cause| Failure { phase: Phase::Handover, survivor: Survivor::Unknown, cause };
-    let left = left.known_by(&options.security).map_err(unheard)?;
     let opened = listener
         .address()
         .map_err(link_error(PEER))

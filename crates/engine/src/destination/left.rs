@@ -65,20 +65,22 @@ pub(super) fn runs_of(missing: &[DirtyBitmap]) -> Runs {
 }
 
 impl Left {
-    /// What was left at `path`, if anything was.
+    /// What was left at `path`, if anything was, for who goes on with this `security`.
     ///
     /// # Errors
-    /// When the godwit that wrote it still lives, or it cannot be read.
+    /// When the godwit that wrote it still lives, it cannot be read, or the source would not know
+    /// who goes on with other keys. It stays where it is then.
     ///
     /// ```
     /// use godwit_engine::destination::Left;
+    /// use godwit_engine::security::Security;
     ///
-    /// assert!(Left::find("/nonexistent/left.json".as_ref())?.is_none());
+    /// assert!(Left::find("/nonexistent/left.json".as_ref(), &Security::Local)?.is_none());
     /// # Ok::<(), godwit_engine::EngineError>(())
     /// ```
-    pub fn find(path: &Path) -> Result<Option<Self>, EngineError> {
-        let mut place = Place::new(path);
-        let written = place.find(|_: &Written| None)?;
+    pub fn find(path: &Path, security: &Security) -> Result<Option<Self>, EngineError> {
+        let mut place = Place::of_left(path);
+        let written = place.find(|written: &Written| written.record.other_keys(security))?;
         Ok(written.map(|written| Self { place, written }))
     }
 
@@ -87,28 +89,6 @@ impl Left {
     #[must_use]
     pub fn machine(&self) -> &str {
         &self.written.machine
-    }
-
-    /// The same, if the source would know who goes on with this `security` for the one that was
-    /// killed; else it stays where it is for another godwit.
-    ///
-    /// # Errors
-    /// When it was begun with other keys, with the cure.
-    ///
-    /// ```
-    /// use godwit_engine::EngineError;
-    /// use godwit_engine::destination::Left;
-    /// use godwit_engine::security::Security;
-    ///
-    /// fn find(path: &std::path::Path, security: &Security) -> Result<Option<Left>, EngineError> {
-    ///     Left::find(path)?.map(|left| left.known_by(security)).transpose()
-    /// }
-    /// ```
-    pub fn known_by(mut self, security: &Security) -> Result<Self, EngineError> {
-        match self.written.record.other_keys(security) {
-            Some(why) => Err(self.place.left_for_its_keys(why)),
-            None => Ok(self),
-        }
     }
 
     /// Leaves it for another godwit.
@@ -123,7 +103,7 @@ impl Left {
         missing: Runs,
     ) -> Result<Self, EngineError> {
         let written = Written { record, machine, missing };
-        let mut place = Place::new(&path);
+        let mut place = Place::of_left(&path);
         place.write(&written)?;
         Ok(Self { place, written })
     }

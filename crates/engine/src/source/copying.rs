@@ -603,11 +603,8 @@ impl Copying {
         let now = (stage, round, round_ended);
         let mut progress = self.convergence.progress(now, &source.meter, &self.disks, &self.lanes);
         progress.severed = self.outage().map(Outage::shown);
-        if stage != Stage::PreCopy {
-            source.could_leave = None;
-        } else if round_ended && source.may_leave && source.options.post_copy == PostCopy::Never {
-            // Within a round what remains gets less, and the estimate stays.
-            source.could_leave = could_leave(&progress);
+        if source.may_leave && source.options.post_copy == PostCopy::Never {
+            source.could_leave = could_leave(&progress, source.could_leave.take());
         }
         progress.advice = match progress.advice.take() {
             Some(advice) if source.may_leave => Some(with_post_copy(&progress, advice)),

@@ -68,7 +68,7 @@ impl Source<'_> {
         let (told, shown) = self.session.known_by();
         let how = (self.vm.was_running(), self.options.post_copy_safe.as_deref());
         let record = Record::new(told, shown, &self.common, how, (&self.ram, &[]));
-        let mut place = Place::new(path);
+        let mut place = Place::of_left(path);
         let record = record.behind(self.restarts).begun_with(&self.options.security);
         place.write(&record)?;
         self.followed = Some((place, record));
@@ -96,13 +96,11 @@ impl Source<'_> {
     /// Goes on with the session that was left.
     fn take_up_left(&mut self) -> Result<(), EngineError> {
         let path = self.options.follow_record.as_ref().ok_or(EngineError::Panicked("main"))?;
-        let mut place = Place::new(path);
+        let mut place = Place::of_left(path);
         let running = self.vm.was_running();
-        let found = Record::find(&mut place, running, (&self.ram, &[]), |_| None)?;
+        let other_keys = |record: &Record| record.other_keys(&self.options.security);
+        let found = Record::find(&mut place, running, (&self.ram, &[]), other_keys)?;
         let record = found.ok_or_else(|| place.refused("it is not there"))?;
-        if let Some(why) = record.other_keys(&self.options.security) {
-            return Err(place.left_for_its_keys(why));
-        }
         let (place, record) = self.followed.insert((place, record));
         place.write(record)?;
         self.session.restore(record)?;

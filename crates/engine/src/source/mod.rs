@@ -627,7 +627,7 @@ impl Source<'_> {
             let taken_up = self.session.restore(record).and_then(|()| setup.restart(self, record));
             taken_up.and_then(|()| place.write(record)).inspect_err(|error| {
                 // The storage may come back, and another attempt take it up.
-                if matches!(error, EngineError::Remainder { .. } | EngineError::Record { .. }) {
+                if matches!(error, EngineError::Remainder { .. } | EngineError::Unwritten { .. }) {
                     place.abandon();
                 }
             })?;

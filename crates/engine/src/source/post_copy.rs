@@ -50,9 +50,21 @@ pub(super) fn with_post_copy(progress: &Progress, advice: String) -> String {
     }
 }
 
-/// What to say of a guest that is held back at the end of a round, and would be gone sooner by
-/// post-copy, where that is possible.
-pub(super) fn could_leave(progress: &Progress) -> Option<String> {
+/// What to say of a guest that is held back, and would be gone sooner by post-copy, where that is
+/// possible; `before` is what was said of it last.
+pub(super) fn could_leave(progress: &Progress, before: Option<String>) -> Option<String> {
+    match progress.stage {
+        // Over connections that are lost it cannot, and nobody holds it back.
+        _ if progress.severed.is_some() => None,
+        // Within a round what remains gets less, and the estimate stays.
+        Stage::PreCopy if !progress.round_ended => before,
+        Stage::PreCopy => could_leave_now(progress),
+        _ => None,
+    }
+}
+
+/// The same at the end of a round.
+fn could_leave_now(progress: &Progress) -> Option<String> {
     let held = progress.throttle > 0.0 || progress.dirty_rate_limit.is_some();
     let still = progress.remaining_time.filter(|_| held)?.low;
     let follows = follows(progress)?;
@@ -266,6 +278,7 @@ impl Source<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::Severed;
 
     /// How a guest stands that is held back, with 256 MiB left at 128 MiB/s, where the end is so
     /// many seconds away.
@@ -297,17 +310,33 @@ mod tests {
     #[test]
     fn a_guest_that_is_held_back_for_longer_than_its_memory_would_take_could_leave() {
         // Mutations: the times are not compared; told of a guest that nobody slows.
-        let told = could_leave(&held_back(7)).unwrap();
+        let told = could_leave_now(&held_back(7)).unwrap();
         assert!(told.contains("held back for 7s more at least; it could leave (godwit"), "{told}");
         assert!(told.contains("follow within 2s, and it is lost if one of both hosts"), "{told}");
         let governed = Progress { throttle: 0.0, dirty_rate_limit: Some(9.0), ..held_back(7) };
-        assert!(could_leave(&governed).is_some());
-        assert_eq!(could_leave(&held_back(6)), None, "no gain that is worth the risk");
+        assert!(could_leave_now(&governed).is_some());
+        assert_eq!(could_leave_now(&held_back(6)), None, "no gain that is worth the risk");
         let free = Progress { throttle: 0.0, ..held_back(7) };
         let unknown = Progress { remaining_time: None, ..held_back(7) };
-        let over = Progress { stage: Stage::Handover, ..held_back(7) };
-        for progress in [free, unknown, over] {
-            assert_eq!(could_leave(&progress), None);
+        for progress in [free, unknown] {
+            assert_eq!(could_leave_now(&progress), None);
+        }
+    }
+
+    #[test]
+    fn what_was_said_of_it_holds_within_a_round_and_neither_without_a_link_nor_at_the_end() {
+        // Mutations: it stays said while the connections are lost, or when the guest leaves.
+        let before = Some("before".to_owned());
+        let (since, left) = (Duration::ZERO, Duration::from_secs(60));
+        let lost = Severed { since, left, attempts: 0, why: String::new() };
+        let within = Progress { round_ended: false, ..held_back(7) };
+        assert_eq!(could_leave(&within, before.clone()), before);
+        assert!(could_leave(&held_back(7), None).is_some_and(|told| told.contains("held back")));
+        assert_eq!(could_leave(&held_back(6), before.clone()), None);
+        let severed = Progress { severed: Some(lost), ..within.clone() };
+        let over = Progress { stage: Stage::Handover, ..within };
+        for progress in [severed, over] {
+            assert_eq!(could_leave(&progress, before.clone()), None);
         }
     }
 }

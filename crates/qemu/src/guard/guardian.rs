@@ -232,9 +232,16 @@ fn undo_all(
     let mut machine = Machine { qmp, pid: record.pid(), process };
     let stage = record.left().settled();
     let alone = record.left().started;
+    let mut otherwise = None;
     let ended = match stage {
         Stage::Stopping => {
-            let ended = bring_back(&mut machine, record.left().was_running, words)?;
+            let was_running = record.left().was_running;
+            let ended = bring_back(&mut machine, was_running, words)?;
+            if !ended && !was_running {
+                let limit = Limits::default().resume;
+                // Who cannot ask finds nothing to be told.
+                otherwise = way_back::stays_otherwise(&mut machine, limit).ok().flatten();
+            }
             left::forget(machine.pid);
             ended
         }
@@ -283,6 +290,7 @@ fn undo_all(
         }
         stage => what_became(stage),
     };
+    let (severity, text) = otherwise.map_or((severity, text), |words| (ALERT, words));
     match undone {
         Ok(()) => words.say(severity, text),
         Err(error) => {

@@ -240,12 +240,14 @@ impl Recovery {
     }
 
     /// Has the guest run here, puts QEMU back as it was, and forgets the record. One that was
-    /// paused before the migration stays so.
+    /// paused before the migration stays so; returns what is to be told of it, if QEMU has it
+    /// otherwise than it was.
     ///
     /// # Errors
     /// When what is known stands against it, unless it is `force`d, or QEMU does not do it. Who
     /// knows of no guest that could run here refuses always.
-    pub fn run_here(mut self, force: bool) -> Result<(), QemuError> {
+    pub fn run_here(mut self, force: bool) -> Result<Option<&'static str>, QemuError> {
+        let mut otherwise = None;
         match self.known {
             Known::Runs | Known::Lacks => {}
             known if !known.lets_run(force) => {
@@ -261,6 +263,10 @@ impl Recovery {
                 };
                 let as_it_was = (was_running, true);
                 way_back::run_again(&mut self.machine, as_it_was, Limits::default(), |_| {})?;
+                if !was_running {
+                    let limit = Limits::default().resume;
+                    otherwise = way_back::stays_otherwise(&mut self.machine, limit).ok().flatten();
+                }
                 // Whoever was told that it is elsewhere should know better.
                 let _ = announce(&mut *self.machine.qmp, ANNOUNCED);
             }
@@ -271,7 +277,7 @@ impl Recovery {
             undo(&mut self.machine, record)?;
             record.remove();
         }
-        Ok(())
+        Ok(otherwise)
     }
 
     /// Ends this VM, whose guest is the other side's, and forgets the record.

@@ -41,7 +41,10 @@ pub(crate) fn examine(machine: &mut Machine) -> Result<Examined, QemuError> {
         }
         "running" | "paused" => "",
         "inmigrate" => "it waits for a migration itself; are source and destination exchanged?",
-        "postmigrate" => "its guest was migrated away; `cont` here only if it runs nowhere else",
+        "postmigrate" => {
+            "its guest was migrated away, or was paused when a migration of it failed; `cont` here \
+             only if it runs nowhere else"
+        }
         "finish-migrate" => {
             "another migration is under way, or one was cut off: `migrate_cancel` ends that"
         }

@@ -546,7 +546,8 @@ impl QemuSource {
         // a reason.
         self.take_events();
         let runs = self.was_running && self.fate.ended().is_none();
-        let running = match std::mem::take(&mut self.stopping) {
+        let was_stopping = std::mem::take(&mut self.stopping);
+        let running = match was_stopping {
             true => {
                 let as_it_was = (runs, self.released);
                 way_back::run_again(&mut self.machine, as_it_was, self.limits, self.told)
@@ -558,6 +559,7 @@ impl QemuSource {
             false => Ok(()),
         };
         self.fate.runs_again();
+        self.tell_if_otherwise(was_stopping && running.is_ok());
         if running.is_ok() {
             self.note_if_possible(|left| left.stage = Stage::Copying);
         }
@@ -581,6 +583,17 @@ impl QemuSource {
         // Handed over for a migration that was never begun; else QEMU has no such name.
         let _ = self.machine.qmp.run(&CloseFd { fdname: FD_NAME });
         Ok(())
+    }
+
+    /// Tells of a guest that was found paused, or was paused by somebody else, and was
+    /// `brought_back`, if QEMU has it otherwise.
+    fn tell_if_otherwise(&mut self, brought_back: bool) {
+        if brought_back && !self.was_running {
+            let stays = way_back::stays_otherwise(&mut self.machine, self.limits.resume);
+            if let Ok(Some(words)) = stays {
+                (self.told)(words);
+            }
+        }
     }
 
     /// What a destination of libvirt's asks: it starts a QEMU that nobody prepares.
