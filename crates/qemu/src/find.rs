@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use procfs::net::{UnixNetEntry, UnixState};
 use procfs::process::{FDTarget, Process};
 
-use crate::command_line::{Given, key, options, parts, settings};
+use crate::command_line::{Given, find, key, options, parts, settings};
 use crate::{QemuError, clients};
 
 /// The unix socket of a QMP monitor of QEMU process `pid` that nobody is connected to.
@@ -82,7 +82,8 @@ pub(crate) fn given(process: &Process, line: &[String]) -> Vec<Given> {
 }
 
 /// The QMP monitors on unix sockets that a command line asks for (qemu-options.hx: -qmp,
-/// -qmp-pretty, and -mon with -chardev).
+/// -qmp-pretty, and -mon with -chardev, for which QEMU has an object from 11.1 on). One that goes
+/// when somebody has been connected to it is not among them: nobody could come back to it.
 fn monitors(options: &[Given]) -> Vec<Monitor> {
     let valued = |it: &Given| Some((it.name.clone(), it.value.clone()?));
     let pairs: Vec<(String, String)> = options.iter().filter_map(valued).collect();
@@ -98,23 +99,30 @@ fn monitors(options: &[Given]) -> Vec<Monitor> {
                 if !mode.iter().any(|part| part == "mode=control") {
                     continue;
                 }
-                let Some(id) = key(&mode, "chardev").or_else(|| mode.first().cloned()) else {
-                    continue;
-                };
-                let chardevs = pairs.iter().filter(|(name, _)| name == "chardev");
-                let chardev = chardevs
-                    .map(|(_, value)| parts(value))
-                    .find(|parts| parts[0] == "socket" && key(parts, "id").as_ref() == Some(&id));
-                found.extend(chardev.filter(|parts| listens(parts)).and_then(|parts| {
-                    let descriptor = key(&parts, "fd").and_then(|fd| fd.parse().ok());
-                    let path = key(&parts, "path").map(|path| Monitor::Path(path.into()));
-                    path.or(descriptor.map(Monitor::Descriptor))
-                }));
+                let id = key(&mode, "chardev").or_else(|| mode.first().cloned());
+                found.extend(id.and_then(|id| behind(&pairs, &id)));
+            }
+            "object" if find(value, "qom-type", "qom-type").as_deref() == Some("monitor-qmp") => {
+                let goes = find(value, "close-action", "").is_some_and(|it| it == "delete");
+                let id = find(value, "chardev", "").filter(|_| !goes);
+                found.extend(id.and_then(|id| behind(&pairs, &id)));
             }
             _ => {}
         }
     }
     found
+}
+
+/// The monitor on the chardev called `id`, if that is a socket at which QEMU listens.
+fn behind(pairs: &[(String, String)], id: &str) -> Option<Monitor> {
+    let chardevs = pairs.iter().filter(|(name, _)| name == "chardev");
+    let parts = chardevs
+        .map(|(_, value)| parts(value))
+        .find(|parts| parts[0] == "socket" && key(parts, "id").as_deref() == Some(id))
+        .filter(|parts| listens(parts))?;
+    let descriptor = key(&parts, "fd").and_then(|fd| fd.parse().ok());
+    let path = key(&parts, "path").map(|path| Monitor::Path(path.into()));
+    path.or(descriptor.map(Monitor::Descriptor))
 }
 
 /// Whether QEMU listens at a socket; else it has called somebody, as it does Proxmox's qmeventd.
@@ -184,6 +192,15 @@ mod tests {
         let events = "kvm -chardev socket,id=e,path=/var/run/qmeventd.sock,reconnect=5 -mon \
                       chardev=e,mode=control -qmp unix:/run/client";
         assert_eq!(found(events), []);
+        let objects = "qemu -chardev socket,id=c,path=/run/1.qmp,server=on -chardev \
+                       socket,id=d,path=/run/2.qmp,server=on -object \
+                       {\"qom-type\":\"monitor-qmp\",\"id\":\"m\",\"chardev\":\"c\"} -object \
+                       monitor-qmp,id=n,chardev=d -object monitor-hmp,id=o,chardev=c -object \
+                       memory-backend-ram,id=c";
+        assert_eq!(found(objects), [path("/run/1.qmp"), path("/run/2.qmp")]);
+        let goes = "qemu -chardev socket,id=c,path=/run/1.qmp,server=on -object \
+                    monitor-qmp,id=n,close-action=delete,chardev=c";
+        assert_eq!(found(goes), []);
         let other = "qemu -monitor unix:/run/hmp,server=on -serial unix:/run/s -mon";
         assert_eq!(found(other), []);
     }

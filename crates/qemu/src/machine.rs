@@ -11,12 +11,15 @@ use godwit_track::{AddressSpace, Mapper, other_writers, threads_of};
 
 use crate::QemuError;
 use crate::monitor::commands::{
-    Human, Migration, QomGet, QomList, QueryBlock, QueryCpus, QueryJobs, QueryKvm, QueryMigrate,
-    QueryNodes, QueryStatus,
+    Human, Migration, QomGet, QomList, QueryAccelerators, QueryBlock, QueryCpus, QueryJobs,
+    QueryKvm, QueryMigrate, QueryNodes, QueryStatus,
 };
 use crate::monitor::{Monitor, QmpError};
 use crate::process::{Process, descriptors};
 use crate::vhost_user::{self, Front};
+
+/// A plugged device: bus, name and type.
+pub(crate) type Plugged = (&'static str, String, String);
 
 /// Where devices are that were plugged in under an id.
 pub(crate) const PERIPHERAL: &str = "/machine/peripheral";
@@ -123,8 +126,9 @@ impl Machine {
     /// are processes of their own.
     pub(crate) fn check_source(&mut self) -> Result<Vec<Front>, QemuError> {
         let Migration { blocked_reasons, .. } = self.qmp.run(&QueryMigrate)?;
-        self.check_devices()?;
-        let fronts = vhost_user::fronts(self);
+        let devices = self.devices()?;
+        check_devices(&devices)?;
+        let fronts = vhost_user::fronts(self, &devices);
         // QEMU's own words first: they say most.
         vhost_user::check_blockers(blocked_reasons, fronts.as_deref().unwrap_or_default())?;
         self.check_descriptors()?;
@@ -147,7 +151,7 @@ impl Machine {
     /// memory (the virtual-APIC page, posted interrupts) at their physical address, without a look
     /// at QEMU's page tables. TCG writes them as all others.
     pub(crate) fn check_nested(&mut self) -> Result<(), QemuError> {
-        if !self.qmp.run(&QueryKvm)?.enabled || !self.has_virtualisation()? {
+        if !runs_on_kvm(&mut *self.qmp)? || !self.has_virtualisation()? {
             return Ok(());
         }
         let registers = self.qmp.run(&Human { command_line: "info registers -a" })?;
@@ -185,8 +189,8 @@ impl Machine {
         Ok(parts)
     }
 
-    /// All plugged devices: bus, name and type.
-    pub(crate) fn devices(&mut self) -> Result<Vec<(&'static str, String, String)>, QmpError> {
+    /// All plugged devices.
+    pub(crate) fn devices(&mut self) -> Result<Vec<Plugged>, QmpError> {
         let mut devices = Vec::new();
         for bus in [PERIPHERAL, "/machine/peripheral-anon"] {
             for child in self.qmp.run(&QomList { path: bus })? {
@@ -212,21 +216,7 @@ impl Machine {
         Ok(if on == Some(true) { Reporting::On } else { Reporting::Off })
     }
 
-    /// Looks at the types of all plugged devices.
-    fn check_devices(&mut self) -> Result<(), QemuError> {
-        for (_, name, kind) in self.devices()? {
-            let device = format!("device '{name}' ({kind})");
-            let vhost_disk = kind.starts_with("vhost-scsi");
-            // SG_IO and vhost-scsi hand guest pages to a device without a fault.
-            let by_dma = kind.starts_with("vfio") || kind.starts_with("vhost-vdpa");
-            if by_dma || vhost_disk || kind == "scsi-generic" || kind == "scsi-block" {
-                return Err(QemuError::Untrackable { device });
-            }
-        }
-        Ok(())
-    }
-
-    /// A device that was unplugged from the list above still shows in the open files.
+    /// A device that was unplugged from the list of devices still shows in the open files.
     fn check_descriptors(&self) -> Result<(), QemuError> {
         // Whoever may not read them may not attach to QEMU either, and is told so there.
         let Ok(open) = descriptors(self.pid) else { return Ok(()) };
@@ -253,6 +243,20 @@ impl Machine {
             .filter_map(|drive| drive.inserted.as_ref())
             .any(|medium| medium.cache.direct))
     }
+}
+
+/// Looks at the types of all plugged devices.
+fn check_devices(devices: &[Plugged]) -> Result<(), QemuError> {
+    for (_, name, kind) in devices {
+        let device = format!("device '{name}' ({kind})");
+        let vhost_disk = kind.starts_with("vhost-scsi");
+        // SG_IO and vhost-scsi hand guest pages to a device without a fault.
+        let by_dma = kind.starts_with("vfio") || kind.starts_with("vhost-vdpa");
+        if by_dma || vhost_disk || kind == "scsi-generic" || kind == "scsi-block" {
+            return Err(QemuError::Untrackable { device });
+        }
+    }
+    Ok(())
 }
 
 /// Whether behind this file of /dev there is something that writes guest memory without a look at
@@ -290,6 +294,15 @@ fn runs_guests(registers: &str) -> Option<&'static str> {
             None
         }
     })
+}
+
+/// Whether KVM runs the guest. `query-kvm` is on QEMU's list of what may go, since 10.2 has
+/// `query-accelerators`.
+pub(crate) fn runs_on_kvm(qmp: &mut dyn Monitor) -> Result<bool, QmpError> {
+    match qmp.run_if_known(&QueryKvm)? {
+        Some(kvm) => Ok(kvm.enabled),
+        None => Ok(qmp.run(&QueryAccelerators)?.enabled == "kvm"),
+    }
 }
 
 /// Whether QEMU's own migration, in `state`, is not under way.

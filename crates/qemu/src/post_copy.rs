@@ -54,7 +54,8 @@ pub(crate) fn refusal(machine: &mut Machine, ram: &[RamBlock]) -> Option<String>
 
 /// The back end of a vhost-user device maps the guest's memory when that begins to run.
 fn vhost_user_refusal(machine: &mut Machine) -> Option<String> {
-    let front = match vhost_user::fronts(machine) {
+    let fronts = machine.devices().map_err(QemuError::from);
+    let front = match fronts.and_then(|devices| vhost_user::fronts(machine, &devices)) {
         Ok(fronts) => fronts.into_iter().next()?,
         Err(error) => return Some(error.to_string()),
     };

@@ -31,15 +31,23 @@ fn difference(key: impl Into<String>, text: String) -> Difference {
     Difference { key: key.into(), text }
 }
 
+fn fact(picture: &Picture, key: &str) -> String {
+    picture.facts.get(key).cloned().unwrap_or_default()
+}
+
+/// Whether both are machines of one type.
+pub(crate) fn is_same_machine(source: &Picture, here: &Picture) -> bool {
+    fact(source, "machine") == fact(here, "machine")
+}
+
 /// What differs between the source's machine and the one here. `machines` are the types that the
-/// QEMU here has.
+/// QEMU here has; where that of the source is the same nobody looks at them.
 pub(crate) fn differences(
     source: &Picture,
     here: &Picture,
     machines: &BTreeSet<String>,
 ) -> Vec<Difference> {
     let mut found = Vec::new();
-    let fact = |picture: &Picture, key: &str| picture.facts.get(key).cloned().unwrap_or_default();
     let differs = |key: &str| fact(source, key) != fact(here, key);
     if differs("machine") {
         found.push(machine(

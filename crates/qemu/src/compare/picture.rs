@@ -5,13 +5,14 @@
 
 use std::collections::BTreeMap;
 
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::object::Object;
 use super::tree::{Device, devices};
+use crate::machine::runs_on_kvm;
 use crate::monitor::commands::{
-    FeatureWord, Human, QomGet, QomList, QueryCpus, QueryKvm, QueryMemoryDevices, QueryMemorySize,
+    FeatureWord, Human, QueryCpus, QueryMemoryDevices, QueryMemorySize,
 };
 use crate::monitor::{Monitor, QmpError};
 
@@ -74,15 +75,6 @@ const OF_THE_CPU: [&str; 11] = [
 /// Parts of the topology that `-smp` names.
 const OF_THE_TOPOLOGY: [&str; 6] = ["maxcpus", "sockets", "dies", "modules", "cores", "threads"];
 
-/// What a property is, or `None` where this QEMU does not know it.
-fn property<T: DeserializeOwned>(
-    qmp: &mut dyn Monitor,
-    path: &str,
-    name: &str,
-) -> Result<Option<T>, QmpError> {
-    qmp.run_if_known(&QomGet::new(path, name))
-}
-
 fn human(qmp: &mut dyn Monitor, command_line: &str) -> Result<String, QmpError> {
     Ok(qmp.run_if_known(&Human { command_line })?.unwrap_or_default())
 }
@@ -96,8 +88,9 @@ fn plain(value: &Value) -> String {
 }
 
 /// What a machine was made with and keeps as long as it lives: all that takes a question for each
-/// property. QEMU's monitor reads questions byte by byte (`monitor_can_read` in monitor/monitor.c),
-/// so that each takes over half a millisecond, and there are forty to eighty.
+/// property, where QEMU is older than 10.1. Its monitor reads questions byte by byte
+/// (`monitor_can_read` in monitor/monitor.c), so that each takes over half a millisecond, and there
+/// are forty to eighty.
 #[derive(Clone, Debug)]
 pub(crate) struct Realized(Picture);
 
@@ -143,16 +136,16 @@ impl Picture {
     }
 
     fn machine(&mut self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
-        let kind: String = property(qmp, "/machine", "type")?.unwrap_or_default();
+        let machine = Object::at("/machine", qmp)?;
+        let kind: String = machine.property(qmp, "type")?.unwrap_or_default();
         self.note("machine", &json!(kind.strip_suffix("-machine").unwrap_or(&kind)));
         for name in OF_THE_MACHINE {
-            if let Some(value) = property(qmp, "/machine", name)? {
+            if let Some(value) = machine.property(qmp, name)? {
                 self.note(&format!("machine.{name}"), &value);
             }
         }
-        let kvm = qmp.run_if_known(&QueryKvm)?.is_some_and(|kvm| kvm.enabled);
-        self.note("accel", &json!(if kvm { "kvm" } else { "tcg" }));
-        if let Some(topology) = property::<BTreeMap<String, Value>>(qmp, "/machine", "smp")? {
+        self.note("accel", &json!(if runs_on_kvm(qmp)? { "kvm" } else { "tcg" }));
+        if let Some(topology) = machine.property::<BTreeMap<String, Value>>(qmp, "smp")? {
             for name in OF_THE_TOPOLOGY {
                 self.note(&format!("smp.{name}"), topology.get(name).unwrap_or(&Value::Null));
             }
@@ -173,14 +166,15 @@ impl Picture {
     fn processors(&mut self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
         let cpus = qmp.run(&QueryCpus)?;
         let Some(path) = cpus.first().map(|cpu| cpu.qom_path.as_str()) else { return Ok(()) };
-        let kind: String = property(qmp, path, "type")?.unwrap_or_default();
+        let cpu = Object::at(path, qmp)?;
+        let kind: String = cpu.property(qmp, "type")?.unwrap_or_default();
         self.note("cpu", &json!(kind.strip_suffix("-x86_64-cpu").unwrap_or(&kind)));
         for name in OF_THE_CPU {
-            if let Some(value) = property(qmp, path, name)? {
+            if let Some(value) = cpu.property(qmp, name)? {
                 self.note(&format!("cpu.{name}"), &value);
             }
         }
-        let words: Vec<FeatureWord> = property(qmp, path, "feature-words")?.unwrap_or_default();
+        let words: Vec<FeatureWord> = cpu.property(qmp, "feature-words")?.unwrap_or_default();
         let untold = words.is_empty();
         for word in words {
             let (leaf, sub) = (word.cpuid_input_eax, word.cpuid_input_ecx);
@@ -194,13 +188,13 @@ impl Picture {
         // processor can do without, and what its own guests may use. TCG has none of it.
         if self.facts.get("accel").is_some_and(|accelerator| accelerator == "kvm") {
             // A hypervisor's are for a guest that may be one.
-            let nests = property(qmp, path, "vmx")? == Some(true);
+            let nests = cpu.property(qmp, "vmx")? == Some(true);
             let has_msrs = untold || announces_msrs(&self.features);
             let wanted = |name: &str| {
                 has_msrs && is_read_from_msr(name) || nests && name.starts_with("vmx-")
             };
             if has_msrs || nests {
-                self.switches = switches(qmp, path, wanted)?;
+                self.switches = switches(qmp, &cpu, wanted)?;
             }
         }
         Ok(())
@@ -269,7 +263,8 @@ fn blocks(told: &str) -> Vec<(String, u64)> {
 pub(crate) fn feature_names(qmp: &mut dyn Monitor) -> Result<Vec<String>, QmpError> {
     let cpus = qmp.run(&QueryCpus)?;
     let Some(path) = cpus.first().map(|cpu| cpu.qom_path.as_str()) else { return Ok(Vec::new()) };
-    Ok(switches(qmp, path, |_| true)?
+    let cpu = Object::at(path, qmp)?;
+    Ok(switches(qmp, &cpu, |_| true)?
         .into_iter()
         .filter_map(|(name, on)| on.then_some(name))
         .collect())
@@ -300,17 +295,14 @@ fn is_read_from_msr(name: &str) -> bool {
         || NAMES.contains(&name)
 }
 
-/// The features of the CPU at `path` by QEMU's names, as far as they are `wanted`, and whether each
-/// is on.
+/// The features of `cpu` by QEMU's names, as far as they are `wanted`, and whether each is on.
 fn switches(
     qmp: &mut dyn Monitor,
-    path: &str,
+    cpu: &Object<'_>,
     wanted: impl Fn(&str) -> bool,
 ) -> Result<BTreeMap<String, bool>, QmpError> {
-    let list = qmp.run(&QomList { path })?;
     let mut switches = BTreeMap::new();
-    for entry in list.into_iter().filter(|entry| entry.kind == "bool") {
-        let name = entry.name;
+    for name in cpu.names_of(qmp, "bool")? {
         // A feature has other names, with underscores or dots, and a CPU has switches that are no
         // features.
         let other = name.contains(['_', '.']) || name.starts_with("hotplug");
@@ -318,7 +310,7 @@ fn switches(
         if other || NO_FEATURES.contains(&name.as_str()) || !wanted(&name) {
             continue;
         }
-        if let Some(on) = property(qmp, path, &name)? {
+        if let Some(on) = cpu.property(qmp, &name)? {
             switches.insert(name, on);
         }
     }

@@ -176,6 +176,10 @@ fn read(line: &str, device: &mut Device, place: &mut Option<String>) {
             {
                 device.properties.insert(key.to_owned(), "1".to_owned());
             }
+            // Whoever was not told takes the size of what is behind it. `usb-storage` leaves that to
+            // its disk, which has a line of its own, in 10.0 and 11.1; in 7.2 it shows what it has
+            // found.
+            "logical_block_size" | "physical_block_size" if value == "0" => {}
             _ if OF_THE_HOST.contains(&key) => {}
             _ => {
                 device.properties.insert(key.to_owned(), value.to_owned());
@@ -244,6 +248,17 @@ mod tests {
           dev: odd, id ""
           dev: odd, id ""
 "#;
+
+    #[test]
+    fn a_size_of_blocks_that_was_not_told_is_none() {
+        let disk = |size: &str| {
+            let text =
+                format!("bus: b\n  dev: usb-storage, id \"u\"\n    logical_block_size = {size}\n");
+            devices(&text)["usb-storage"].properties.clone()
+        };
+        assert!(disk("0 (0 B)").is_empty());
+        assert_eq!(disk("4096 (4 KiB)")["logical_block_size"], "4096");
+    }
 
     #[test]
     fn every_device_has_a_place_and_its_properties() {

@@ -13,8 +13,8 @@ use super::kinds::{Owner, Verdict};
 use super::process::Found;
 use crate::command_line::find;
 use crate::libvirt::SourceDomain;
-use crate::machine::Machine;
-use crate::monitor::commands::{QueryKvm, QueryMemorySize};
+use crate::machine::{Machine, runs_on_kvm};
+use crate::monitor::commands::QueryMemorySize;
 use crate::monitor::{Qmp, QmpError};
 use crate::proxmox::ProxmoxVm;
 use crate::source::examine;
@@ -164,7 +164,7 @@ fn ask_machine(found: &Found, mut machine: Machine) -> Asked {
     let state = machine.run_state();
     let memory = machine.qmp.run(&QueryMemorySize).ok();
     let ram = memory.map(|it| ByteCount(it.base_memory.saturating_add(it.plugged_memory)));
-    let kvm = machine.qmp.run(&QueryKvm).ok().filter(|kvm| kvm.enabled);
+    let kvm = runs_on_kvm(&mut *machine.qmp).unwrap_or(false);
     let looked = check_rights(found)
         .and_then(|()| examine(&mut machine).map(drop))
         .and_then(|()| machine.check_nested());
@@ -175,6 +175,6 @@ fn ask_machine(found: &Found, mut machine: Machine) -> Asked {
         }
         Err(error) => Verdict::Refused(error.to_string()),
     };
-    let accelerator = kvm.map(|_| "kvm".to_owned());
+    let accelerator = kvm.then(|| "kvm".to_owned());
     Asked { vm: None, state: state.ok(), ram, accelerator, verdict }
 }

@@ -46,6 +46,7 @@ commands! {
     QueryMemorySize: "query-memory-size-summary" -> MemorySize;
     QueryMemoryDevices: "query-memory-devices" -> Vec<MemoryDevice>;
     QueryKvm: "query-kvm" -> Kvm;
+    QueryAccelerators: "query-accelerators" -> Accelerators;
     QueryMachines: "query-machines" -> Vec<MachineType>;
     QueryJobs: "query-jobs" -> Vec<Job>;
     QueryBlock: "query-block" -> Vec<Block>;
@@ -53,6 +54,7 @@ commands! {
     QueryNodes: "query-named-block-nodes" -> Vec<Node>;
     QueryExports: "query-block-exports" -> Vec<Export>;
     QomList<'_>: "qom-list" -> Vec<Property>;
+    QomListGet<'_>: "qom-list-get" -> Vec<Properties>;
     Human<'_>: "human-monitor-command" -> String;
     QueryChardev: "query-chardev" -> Vec<Chardev>;
     QueryVirtio: "x-query-virtio" -> Vec<VirtioDevice>;
@@ -214,6 +216,15 @@ pub(crate) struct Kvm {
 }
 
 #[derive(Debug, Serialize)]
+pub(crate) struct QueryAccelerators;
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct Accelerators {
+    /// The name of the one that runs the guest.
+    pub(crate) enabled: String,
+}
+
+#[derive(Debug, Serialize)]
 pub(crate) struct QueryMachines;
 
 #[derive(Debug, Deserialize)]
@@ -370,6 +381,27 @@ pub(crate) struct Property {
     pub(crate) name: String,
     #[serde(rename = "type")]
     pub(crate) kind: String,
+}
+
+/// All properties of each of these objects, with their values (QEMU from 10.1 on).
+#[derive(Debug, Serialize)]
+pub(crate) struct QomListGet<'a> {
+    pub(crate) paths: &'a [&'a str],
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct Properties {
+    pub(crate) properties: Vec<PropertyValue>,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct PropertyValue {
+    pub(crate) name: String,
+    #[serde(rename = "type")]
+    pub(crate) kind: String,
+    /// Missing where it cannot be read.
+    #[serde(default)]
+    pub(crate) value: Value,
 }
 
 /// The value of an object's property, which is a `T`.

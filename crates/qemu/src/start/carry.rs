@@ -86,15 +86,16 @@ pub(super) fn own_words(monitor: &Path) -> [String; 6] {
 /// Refuses a monitor on a line that others than this host reach.
 fn check_monitor(given: &Given, all: &[Given]) -> Result<(), QemuError> {
     let value = given.value.as_deref().unwrap_or_default();
+    let is_monitor = given.name == "mon" || is_monitor_object(given);
     let id = match given.name.as_str() {
         "mon" => find(value, "chardev", "chardev"),
+        "object" if is_monitor => find(value, "chardev", ""),
         "monitor" | "qmp" | "qmp-pretty" => value.strip_prefix("chardev:").map(str::to_owned),
         "serial" | "parallel" | "debugcon" => value.strip_prefix("mon:chardev:").map(str::to_owned),
         _ => return Ok(()),
     };
     let Some(id) = id else {
-        let elsewhere = given.name == "mon";
-        return if elsewhere { Err(monitor_of_others("mon", value)) } else { Ok(()) };
+        return if is_monitor { Err(monitor_of_others(&given.name, value)) } else { Ok(()) };
     };
     let line = all.iter().filter(|it| it.name == "chardev").filter_map(|it| it.value.as_deref());
     let mut line = line.filter(|it| find(it, "id", "").as_deref() == Some(&id));
@@ -112,6 +113,12 @@ fn check_monitor(given: &Given, all: &[Given]) -> Result<(), QemuError> {
         (Some(line), None) if here(line) => Ok(()),
         _ => Err(monitor_of_others(&given.name, value)),
     }
+}
+
+/// Whether QEMU makes a monitor as an object of it, which it can from 11.1 on.
+fn is_monitor_object(given: &Given) -> bool {
+    let kind = given.value.as_deref().and_then(|value| find(value, "qom-type", "qom-type"));
+    given.name == "object" && kind.is_some_and(|kind| kind.starts_with("monitor-"))
 }
 
 /// Whether a value says everything once: of what it says twice QEMU takes the last.
@@ -353,6 +360,9 @@ mod tests {
             "-chardev socket,id=x,path=/tmp/x,server=on,server=off -mon x",
             "-chardev socket,id=x,path=/tmp/x,server=on -chardev vc,id=x -mon x",
             "-monitor chardev:nobody",
+            "-object monitor-qmp,id=m",
+            "-chardev socket,id=x,host=203.0.113.1,port=1 -object monitor-hmp,id=m,chardev=x",
+            "-chardev vc,id=x -object {\"qom-type\":\"monitor-qmp\",\"id\":\"m\",\"chardev\":\"x\"}",
             // A line to another VM's monitor, in a directory that was named.
             &format!("-chardev socket,id=x,path={here}/100.qmp -device virtserialport,chardev=x"),
             &format!("-serial unix:{here}/100.qmp"),
@@ -388,6 +398,7 @@ mod tests {
             "-drive file=rbd:pool/image,if=virtio",
             "-chardev socket,id=x,path=/tmp/no-such-x,server -mon x",
             "-qmp unix:/tmp/no-such-x,server=on,wait=off",
+            "-chardev socket,id=x,path=/tmp/no-such-x,server -object monitor-qmp,id=m,chardev=x",
             "-append a,,b=c",
             "-monitor stdio",
             "-netdev user,id=n,hostfwd=tcp:127.0.0.1:0-:22,hostfwd=tcp:127.0.0.1:0-:23",

@@ -65,8 +65,9 @@ const DESCRIPTORS: [&str; 6] = ["fd", "fds", "vhostfd", "vhostfds", "sockfd", "s
 const PROGRAMS: [&str; 6] = ["script", "downscript", "helper", "guestfwd", "smb", "exec"];
 /// Files that every host has, and that give nothing away.
 const EVERYWHERE: [&str; 3] = ["/dev/urandom", "/dev/random", "/dev/null"];
-/// Objects that are memory, threads or limits, and nothing of the host's.
-const OBJECTS: [&str; 14] = [
+/// Objects that are memory, threads or limits, and nothing of the host's; and monitors, of which
+/// those that others reach are refused before.
+const OBJECTS: [&str; 16] = [
     "authz-list",
     "authz-simple",
     "cryptodev-backend-builtin",
@@ -75,6 +76,8 @@ const OBJECTS: [&str; 14] = [
     "memory-backend-file",
     "memory-backend-memfd",
     "memory-backend-ram",
+    "monitor-hmp",
+    "monitor-qmp",
     "rng-builtin",
     "rng-random",
     "secret",

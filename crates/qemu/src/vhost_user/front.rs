@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::QemuError;
 use crate::clients::Connection;
-use crate::machine::Machine;
+use crate::machine::{Machine, Plugged};
 use crate::monitor::commands::{
     ENDS_WHEN_ASKED, Human, QomGet, QomList, QueryChardev, QueryVirtio, VirtioState, VirtioStatus,
 };
@@ -118,11 +118,10 @@ pub(crate) fn check_blockers(reasons: Vec<String>, fronts: &[Front]) -> Result<(
     Ok(())
 }
 
-/// All vhost-user devices of a machine, each of which may move.
-pub(crate) fn fronts(machine: &mut Machine) -> Result<Vec<Front>, QemuError> {
+/// All vhost-user devices of a machine with these `devices`, each of which may move.
+pub(crate) fn fronts(machine: &mut Machine, devices: &[Plugged]) -> Result<Vec<Front>, QemuError> {
     let mut named = Vec::new();
-    let devices = machine.devices()?;
-    for (bus, name, kind) in &devices {
+    for (bus, name, kind) in devices {
         if kind.contains("vhost-user") {
             let path = format!("{bus}/{name}");
             let chardev = machine.qmp.run_if_known(&QomGet::<String>::new(&path, "chardev"))?;
@@ -133,7 +132,7 @@ pub(crate) fn fronts(machine: &mut Machine) -> Result<Vec<Front>, QemuError> {
     let network = machine.qmp.run(&Human { command_line: "info network" })?;
     for (name, chardev) in netdevs(&network) {
         let mut device = None;
-        for (bus, id, kind) in &devices {
+        for (bus, id, kind) in devices {
             let path = format!("{bus}/{id}");
             if kind.starts_with("virtio-net")
                 && machine.qmp.run_if_known(&QomGet::<String>::new(&path, "netdev"))?.as_deref()
