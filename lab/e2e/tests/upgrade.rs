@@ -58,6 +58,16 @@ fn begin(vm: &mut TestVm, build: &QemuBuild) -> anyhow::Result<(Running, Success
     }
 }
 
+/// The oldest and the newest QEMU that there are for `test`, if there is one at all.
+fn oldest_and_newest(test: &str) -> anyhow::Result<Option<(QemuBuild, QemuBuild)>> {
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(None);
+    }
+    let newest = builds.iter().max_by_key(|build| build.version).context("no QEMU")?;
+    Ok(Some((oldest(&builds)?.clone(), newest.clone())))
+}
+
 fn config(build: &QemuBuild) -> VmConfig {
     let config = VmConfig::new(build, GuestConfig::small(Mode::Full));
     config.with_extra(&["-device", "VGA", "-device", "virtio-rng-pci,id=rng"])
@@ -154,25 +164,22 @@ fn check_does_not_load(name: &str, room: &Room, build: &QemuBuild) -> anyhow::Re
 #[test]
 fn a_guest_goes_on_in_another_qemu_and_back_with_its_memory_where_it_is() -> anyhow::Result<()> {
     let test = "a_guest_goes_on_in_another_qemu_and_back_with_its_memory_where_it_is";
-    let builds = builds_for(test);
-    if builds.is_empty() || !images_for(test) {
+    let Some((old, new)) = oldest_and_newest(test)?.filter(|_| images_for(test)) else {
         return Ok(());
-    }
-    let old = oldest(&builds)?;
-    let new = builds.iter().max_by_key(|build| build.version).context("no QEMU")?;
+    };
     let image = DiskImage::create("qcow2", ByteCount(48 << 20))?;
-    let mut config = config(old).with_disk("disk0", &image);
+    let mut config = config(&old).with_disk("disk0", &image);
     let span = ByteCount(16 << 20);
     config.guest.disk = DiskWork { write: 2 << 20, read: 2 << 20, span, ..DiskWork::default() };
     let mut vm = started(&config)?;
 
-    let (upgrade, first) = begin(&mut vm, new)?;
+    let (upgrade, first) = begin(&mut vm, &new)?;
     check_upgraded(&upgrade.wait(LIMIT)?, new.version)?;
 
     check_goes_on(&mut vm, &first)?;
 
     // Under the name by which others knew the old one, and from the new one's own command line.
-    let upgrade = Godwit::built()?.upgrade(&name_of(&vm), &["--program", &program(old)])?;
+    let upgrade = Godwit::built()?.upgrade(&name_of(&vm), &["--program", &program(&old)])?;
     let second = Successor::of(&upgrade)?;
     check_upgraded(&upgrade.wait(LIMIT)?, old.version)?;
 
@@ -196,12 +203,8 @@ fn wrapper(room: &Room, build: &QemuBuild, more: &str) -> anyhow::Result<String>
 fn a_new_qemu_that_does_not_come_up_or_load_leaves_the_guest_in_the_old_one() -> anyhow::Result<()>
 {
     let test = "a_new_qemu_that_does_not_come_up_or_load_leaves_the_guest_in_the_old_one";
-    let builds = builds_for(test);
-    if builds.is_empty() {
-        return Ok(());
-    }
-    let build = oldest(&builds)?;
-    let mut vm = started(&config(build))?;
+    let Some((build, _)) = oldest_and_newest(test)? else { return Ok(()) };
+    let mut vm = started(&config(&build))?;
     let (godwit, name) = (Godwit::built()?, name_of(&vm));
     let failed = |options: &[&str]| godwit.upgrade(&name, options)?.wait(LIMIT);
 
@@ -213,18 +216,18 @@ fn a_new_qemu_that_does_not_come_up_or_load_leaves_the_guest_in_the_old_one() ->
     check_refused(&other, 1, &["did not start (it has ended)"])?;
     check_stayed(&mut vm)?;
 
-    let shown = failed(&["--program", &program(build), "--dry-run"])?;
+    let shown = failed(&["--program", &program(&build), "--dry-run"])?;
     ensure!(shown.status.success() && shown.last()["outcome"] == "shown", "{}", shown.errors);
     check_stayed(&mut vm)?;
 
     // One with a device more: it is told before the guest is stopped, and if it may differ all the
     // same, by the state that does not load.
     let room = Room::new()?;
-    let more = wrapper(&room, build, "-device virtio-rng-pci,id=more,addr=0x1c")?;
+    let more = wrapper(&room, &build, "-device virtio-rng-pci,id=more,addr=0x1c")?;
     let differs = failed(&["--program", &more])?;
     ensure!(differs.errors.contains("the two VMs differ"), "{}", differs.errors);
     check_stayed(&mut vm)?;
-    check_does_not_load(&name, &room, build)?;
+    check_does_not_load(&name, &room, &build)?;
     check_stayed(&mut vm)?;
 
     // Other memory is found out, by its file and not by its name.
@@ -287,14 +290,10 @@ fn check_copied(ended: &Ended, version: (u32, u32, u32)) -> anyhow::Result<()> {
 #[test]
 fn memory_of_the_old_qemus_own_is_copied_within_the_host() -> anyhow::Result<()> {
     let test = "memory_of_the_old_qemus_own_is_copied_within_the_host";
-    let builds = builds_for(test);
-    if builds.is_empty() {
-        return Ok(());
-    }
-    let new = builds.iter().max_by_key(|build| build.version).context("no QEMU")?;
-    let mut vm = started(&anonymous(oldest(&builds)?))?;
+    let Some((build, new)) = oldest_and_newest(test)? else { return Ok(()) };
+    let mut vm = started(&anonymous(&build))?;
 
-    let (upgrade, first) = begin(&mut vm, new)?;
+    let (upgrade, first) = begin(&mut vm, &new)?;
     let progress = |line: &serde_json::Value| line["event"] == "progress";
     upgrade.wait_for("progress", LIMIT, progress)?;
     check_copied(&upgrade.wait(LIMIT)?, new.version)?;
@@ -302,7 +301,7 @@ fn memory_of_the_old_qemus_own_is_copied_within_the_host() -> anyhow::Result<()>
     check_goes_on(&mut vm, &first)?;
 
     // Once more, from the new one's own command line.
-    let upgrade = Godwit::built()?.upgrade(&name_of(&vm), &["--program", &program(new)])?;
+    let upgrade = Godwit::built()?.upgrade(&name_of(&vm), &["--program", &program(&new)])?;
     let second = Successor::of(&upgrade)?;
     check_copied(&upgrade.wait(LIMIT)?, new.version)?;
     check_went_on(&first, &second)?;
@@ -328,12 +327,8 @@ fn memory_of_a_guest_on_kvm_is_copied_within_the_host() -> anyhow::Result<()> {
 #[test]
 fn a_memfd_is_handed_over_by_its_descriptor() -> anyhow::Result<()> {
     let test = "a_memfd_is_handed_over_by_its_descriptor";
-    let builds = builds_for(test);
-    if builds.is_empty() {
-        return Ok(());
-    }
-    let new = builds.iter().max_by_key(|build| build.version).context("no QEMU")?;
-    let mut vm = started(&config(oldest(&builds)?).with_backend(Backend::Memfd))?;
+    let Some((build, new)) = oldest_and_newest(test)? else { return Ok(()) };
+    let mut vm = started(&config(&build).with_backend(Backend::Memfd))?;
     let room = Room::new()?;
     let godwit = keeping_in(&room)?;
     let in_place = |ended: &Ended| {
@@ -346,16 +341,16 @@ fn a_memfd_is_handed_over_by_its_descriptor() -> anyhow::Result<()> {
         Ok(())
     };
 
-    let (upgrade, first) = begin(&mut vm, new)?;
+    let (upgrade, first) = begin(&mut vm, &new)?;
     in_place(&upgrade.wait(LIMIT)?)?;
     await_quit(&mut vm)?;
     first.0.await_beats(5, LIMIT)?;
     ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
 
     // One that does not load, and then one that does, by the descriptor of the one before.
-    check_does_not_load(&name_of(&vm), &room, new)?;
+    check_does_not_load(&name_of(&vm), &room, &new)?;
     first.0.await_beats(3, LIMIT)?;
-    let upgrade = godwit.upgrade(&name_of(&vm), &["--program", &program(new)])?;
+    let upgrade = godwit.upgrade(&name_of(&vm), &["--program", &program(&new)])?;
     let second = Successor::of(&upgrade)?;
     in_place(&upgrade.wait(LIMIT)?)?;
     first.0.await_end(LIMIT)?;
@@ -396,14 +391,10 @@ fn check_not_done(
 fn a_copy_is_seen_steered_and_kept_as_a_migration_is() -> anyhow::Result<()> {
     // Mutations: it has no socket; it keeps no record; the new QEMU goes first for good.
     let test = "a_copy_is_seen_steered_and_kept_as_a_migration_is";
-    let builds = builds_for(test);
-    if builds.is_empty() {
-        return Ok(());
-    }
-    let build = oldest(&builds)?;
-    let mut vm = started(&anonymous(build))?;
+    let Some((build, _)) = oldest_and_newest(test)? else { return Ok(()) };
+    let mut vm = started(&anonymous(&build))?;
     let room = Room::new()?;
-    let (godwit, name, program) = (keeping_in(&room)?, name_of(&vm), program(build));
+    let (godwit, name, program) = (keeping_in(&room)?, name_of(&vm), program(&build));
     let called = format!("upgrade-{}", std::process::id());
     let slowly = ["--program", &program, "--max-bandwidth", "5MiB/s", "--name", &called];
     let copies = |line: &Value| line["sent_bytes"].as_u64() > Some(8 << 20);
@@ -457,17 +448,13 @@ fn a_copy_is_seen_steered_and_kept_as_a_migration_is() -> anyhow::Result<()> {
 #[test]
 fn a_copy_that_comes_to_nothing_leaves_the_guest_in_the_old_qemu() -> anyhow::Result<()> {
     let test = "a_copy_that_comes_to_nothing_leaves_the_guest_in_the_old_qemu";
-    let builds = builds_for(test);
-    if builds.is_empty() {
-        return Ok(());
-    }
-    let build = oldest(&builds)?;
-    let mut vm = started(&anonymous(build))?;
-    let (godwit, name, program) = (Godwit::built()?, name_of(&vm), program(build));
+    let Some((build, _)) = oldest_and_newest(test)? else { return Ok(()) };
+    let mut vm = started(&anonymous(&build))?;
+    let (godwit, name, program) = (Godwit::built()?, name_of(&vm), program(&build));
 
     // What the new one does not load.
     let room = Room::new()?;
-    check_does_not_load(&name, &room, build)?;
+    check_does_not_load(&name, &room, &build)?;
     check_stayed(&mut vm)?;
 
     // In the middle of the copy: the new QEMU is killed, then Ctrl-C, then godwit is killed.
@@ -510,14 +497,10 @@ fn a_copy_that_comes_to_nothing_leaves_the_guest_in_the_old_qemu() -> anyhow::Re
 #[test]
 fn memory_that_can_neither_stay_nor_be_copied_is_refused() -> anyhow::Result<()> {
     let test = "memory_that_can_neither_stay_nor_be_copied_is_refused";
-    let builds = builds_for(test);
-    if builds.is_empty() {
-        return Ok(());
-    }
-    let build = oldest(&builds)?;
+    let Some((build, _)) = oldest_and_newest(test)? else { return Ok(()) };
     let godwit = Godwit::built()?;
     // What is in a file, and would go with the old QEMU.
-    let mut vm = started(&config(build))?;
+    let mut vm = started(&config(&build))?;
     let discards = json!({ "path": "/objects/mem", "property": "discard-data", "value": true });
     vm.qmp().execute("qom-set", discards)?;
     let ended = godwit.upgrade(&name_of(&vm), &[])?.wait(LIMIT)?;
@@ -527,7 +510,7 @@ fn memory_that_can_neither_stay_nor_be_copied_is_refused() -> anyhow::Result<()>
     // A part in a file, and a part of the old QEMU's own.
     let more = "memory-backend-ram,id=more,size=64M";
     let more = ["-object", more, "-device", "pc-dimm,memdev=more", "-m", "slots=1,maxmem=1G"];
-    let mut vm = started(&config(build).with_extra(&more))?;
+    let mut vm = started(&config(&build).with_extra(&more))?;
     let ended = godwit.upgrade(&name_of(&vm), &[])?.wait(LIMIT)?;
     check_refused(&ended, 1, &["in files ('mem')", "own ('more')", "share=on, or none"])?;
     check_stayed(&mut vm)?;
@@ -541,7 +524,7 @@ fn memory_that_can_neither_stay_nor_be_copied_is_refused() -> anyhow::Result<()>
             return Ok(());
         }
     };
-    let mut vm = started(&anonymous(build))?;
+    let mut vm = started(&anonymous(&build))?;
     // The new QEMU is started where godwit is.
     let ended = godwit.in_group(&group).upgrade(&name_of(&vm), &[])?.wait(LIMIT)?;
     check_refused(&ended, 1, &["has to be copied", "make room, or say --overcommit"])?;
@@ -573,11 +556,8 @@ fn killed(config: &VmConfig, fault: &str) -> anyhow::Result<(TestVm, Successor)>
 }
 
 fn one_has_the_guest(test: &str, faults: &[(&str, Option<bool>)]) -> anyhow::Result<()> {
-    let builds = builds_for(test);
-    if builds.is_empty() {
-        return Ok(());
-    }
-    let config = config(oldest(&builds)?);
+    let Some((build, _)) = oldest_and_newest(test)? else { return Ok(()) };
+    let config = config(&build);
     for (fault, stays) in faults {
         let (mut vm, new) = killed(&config, fault)?;
         let status = vm.status().with_context(|| (*fault).to_owned())?;
@@ -623,11 +603,8 @@ fn an_upgrade_that_is_killed_anywhere_leaves_the_guest_in_one_process() -> anyho
 fn an_upgrade_that_is_interrupted_or_hangs_leaves_the_guest_in_the_old_qemu() -> anyhow::Result<()>
 {
     let test = "an_upgrade_that_is_interrupted_or_hangs_leaves_the_guest_in_the_old_qemu";
-    let builds = builds_for(test);
-    if builds.is_empty() {
-        return Ok(());
-    }
-    let config = config(oldest(&builds)?);
+    let Some((build, _)) = oldest_and_newest(test)? else { return Ok(()) };
+    let config = config(&build);
     let mut vm = started(&config)?;
     let program = program(&config.build);
     // With the guest stopped, and all of its state loaded.
