@@ -4,13 +4,14 @@
 //! costs in time:
 //!
 //! ```text
-//!  time(c) = max( compress(c) + other(c),  ratio(c) / (link × worth(c)) )
+//!  time(c) = max( (compress(c) + other(c)) × queue,  ratio(c) / (link × worth(c)) )
 //! ```
 //!
 //! *Compress* is processor time by codec and ratio, *other* the rest of the thread's (reading,
-//! sending), *ratio* belongs to the segment, *link* is what the connection really drained while the
-//! thread waited for it. *Worth* corrects the link for a codec under which it drains less: then it
-//! is the receiver that limits, and fewer bytes do not help. The smallest time wins; where no
+//! sending), *queue* how many times as long that takes because the thread has to wait for a
+//! processor, *ratio* belongs to the segment, *link* is what the connection really drained while
+//! the thread waited for it. *Worth* corrects the link for a codec under which it drains less: then
+//! it is the receiver that limits, and fewer bytes do not help. The smallest time wins; where no
 //! processor is idle, processor time counts twice.
 //!
 //! Ratios are learned from *samples*: [`SAMPLE_LEN`] bytes of a batch are compressed and thrown
@@ -65,7 +66,7 @@ pub struct Sampled {
     pub raw: usize,
     /// Bytes that they became; `None` where they did not fit into [`crate::worth`].
     pub made: Option<usize>,
-    /// How long that took.
+    /// The processor time that it took.
     pub took: Duration,
 }
 
@@ -81,7 +82,7 @@ pub struct Batch {
     /// Bytes that went to the link, frame and all; those of the pages as they are, where
     /// compression was given up.
     pub wire: usize,
-    /// How long compressing took, whether or not it was of use.
+    /// The processor time that compressing took, whether or not it was of use.
     pub compress: Duration,
     /// From the end of the batch before (or the start of the round) to the end of this one, samples
     /// among it; less the time that the thread waited for a processor, if that is known.
@@ -155,7 +156,30 @@ pub struct Chooser {
     idle: f64,
     /// The part of a processor that the channel may use.
     budget: f64,
+    queue: Queue,
     last: usize,
+}
+
+/// How long the thread waited for a processor, and what it had of one: the newest weighs most.
+#[derive(Clone, Copy, Debug, Default)]
+struct Queue {
+    waited: f64,
+    had: f64,
+}
+
+impl Queue {
+    /// Of what was seen before so much is kept.
+    const KEPT: f64 = 0.8;
+
+    fn add(&mut self, waited: Duration, had: Duration) {
+        self.waited = self.waited * Self::KEPT + waited.as_secs_f64();
+        self.had = self.had * Self::KEPT + had.as_secs_f64();
+    }
+
+    /// How many times as long as its processor time work takes.
+    fn factor(&self) -> f64 {
+        if self.had > 0.0 { 1.0 + self.waited / self.had } else { 1.0 }
+    }
 }
 
 impl Chooser {
@@ -170,6 +194,7 @@ impl Chooser {
             link: Link::default(),
             idle: 1.0,
             budget: 1.0,
+            queue: Queue::default(),
             last: 0,
         }
     }
@@ -249,6 +274,21 @@ impl Chooser {
         self.idle = processors;
     }
 
+    /// Takes in how long the channel's thread has waited for a processor beside the time `had` that
+    /// it had of one, with each batch. Until it is told, it does not wait.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use godwit_codec::{Chooser, CodecId};
+    ///
+    /// let mut chooser = Chooser::new(1, &CodecId::ALL);
+    /// // Others have half of the processor: all work takes twice as long.
+    /// chooser.queued(Duration::from_millis(3), Duration::from_millis(3));
+    /// ```
+    pub fn queued(&mut self, waited: Duration, had: Duration) {
+        self.queue.add(waited, had);
+    }
+
     /// Takes in which part of a processor the channel may use, by the operator's word; `None`: as
     /// much as it wants. Work then takes longer than its processor time.
     pub fn budget(&mut self, processors: Option<f64>) {
@@ -288,12 +328,13 @@ impl Chooser {
     fn price(&self, candidate: usize, ratio: f64) -> f64 {
         let compress = if candidate == 0 { 0.0 } else { self.costs.estimate(candidate, ratio) };
         let cpu = (compress + self.link.other(candidate, ratio)) / self.budget;
-        let link = self.link.seconds(candidate, ratio);
+        let queue = self.queue.factor();
+        let link = self.link.seconds(candidate, ratio, queue);
         // Below half an idle processor the guest, or the other side on this host, pays for what we
         // take.
         let crowd = (1.0 - 2.0 * self.idle).clamp(0.0, 1.0);
         // A hundredth of the processor time: where two take the same time, the one that works less.
-        cpu.max(link) + cpu * crowd.max(0.01)
+        (cpu * queue).max(link) + cpu * crowd.max(0.01)
     }
 }
 

@@ -32,7 +32,7 @@ const FASTER: f64 = 1.25;
 
 /// A receiver takes so many times the sender's processor time for a page, compressing apart: it
 /// checks, places and allocates it, and on a host of few processors shares them.
-const RECEIVER: f64 = 2.0;
+const RECEIVER: f64 = 6.0;
 
 /// Windows of a codec that are compared with raw pages before them. The first still drain what the
 /// buffers held.
@@ -129,15 +129,16 @@ impl Link {
         self.probing
     }
 
-    /// Seconds that the link takes for what a byte of pages becomes.
-    pub(super) fn seconds(&self, candidate: usize, ratio: f64) -> f64 {
+    /// Seconds that the link takes for what a byte of pages becomes, where a thread of this host
+    /// takes `queue` times as long as its processor time.
+    pub(super) fn seconds(&self, candidate: usize, ratio: f64, queue: f64) -> f64 {
         let Some(rate) = self.rate.or(self.guess) else { return 0.0 };
         let wire = ratio / (rate * self.worth[candidate]);
         if self.proved[candidate] || self.other[0].is_nan() {
             return wire;
         }
-        // A link as fast as that may be a receiver.
-        wire.max((RECEIVER * self.other[0]).min(1.0 / rate))
+        // A link as fast as that may be a receiver, which may be on this host.
+        wire.max((RECEIVER * self.other[0] * queue).min(1.0 / rate))
     }
 
     /// Seconds of processor time for a byte of pages beside compressing.

@@ -256,7 +256,9 @@ fn started(known: &[CodecId], bytes_per_second: f64) -> Chooser {
     let mut chooser = Chooser::new(2, known);
     for _ in 0..64 {
         let elapsed = Duration::from_secs_f64(BATCH as f64 / bytes_per_second);
-        chooser.batch(&raw_batch(elapsed, elapsed / 20));
+        // To read and to send takes as long on any link.
+        let cpu = Duration::from_secs_f64(BATCH as f64 * 0.13e-9);
+        chooser.batch(&raw_batch(elapsed, cpu));
     }
     chooser
 }
@@ -335,4 +337,39 @@ fn without_an_idle_processor_less_is_compressed() {
     let mut chooser = started(&CodecId::ALL, 400e6);
     chooser.idle(0.0);
     assert_eq!(text(&mut chooser), Step::Send(Codec::None));
+}
+
+#[test]
+fn a_thread_that_waits_for_a_processor_compresses_less() {
+    // Mutations: work is taken to be done at once; what was seen is never forgotten.
+    let others = |chooser: &mut Chooser, had: u64| {
+        (0..20).for_each(|_| {
+            chooser.queued(Duration::from_millis(4 - had), Duration::from_millis(had));
+        });
+    };
+    let mut chooser = started(&CodecId::ALL, 400e6);
+    others(&mut chooser, 1);
+    assert_eq!(text(&mut chooser), Step::Send(Codec::None));
+    others(&mut chooser, 4);
+    assert_ne!(text(&mut chooser), Step::Send(Codec::None));
+    // A link that is slow is slower than that.
+    let mut chooser = started(&CodecId::ALL, 12e6);
+    others(&mut chooser, 1);
+    assert_ne!(text(&mut chooser), Step::Send(Codec::None));
+}
+
+#[test]
+fn where_threads_wait_for_processors_the_receiver_may_as_well() {
+    // Mutation: only this thread waits. What costs next to nothing would then be worth its while.
+    let cheap = |waited: u64| {
+        let mut chooser = started(&CodecId::ALL, 400e6);
+        chooser.queued(Duration::from_millis(waited), Duration::from_millis(1));
+        for codec in CANDIDATES.into_iter().skip(1) {
+            let (made, took) = (Some(SAMPLE_LEN / 3), Duration::from_nanos(SAMPLE_LEN as u64 / 20));
+            chooser.sampled(&Sampled { segment: 0, codec, raw: SAMPLE_LEN, made, took });
+        }
+        chooser.step(0)
+    };
+    assert_ne!(cheap(0), Step::Send(Codec::None));
+    assert_eq!(cheap(11), Step::Send(Codec::None));
 }

@@ -8,14 +8,14 @@
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use godwit_codec::{Batch, Chooser, Codec, Compressor, SAMPLE_LEN, Sampled, Step, worth};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, TypedRate};
 use godwit_wire::{Added, Content, FRAME_PAGES, HEADER_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT};
 
 use super::live::Live;
-use super::thread_clock::ThreadClock;
+use super::thread_clock::{ThreadClock, processor_time};
 use super::wires::Wires;
 use crate::EngineError;
 use crate::address::Stream;
@@ -264,14 +264,15 @@ impl FrameSender {
         if !self.link.codecs.contains(codec.id()) {
             codec = Codec::None;
         }
-        let began = Instant::now();
+        let began = processor_time();
         let made = if codec == Codec::None || raw == 0 {
             None
         } else {
             let room = &mut self.other[HEADER_LEN..HEADER_LEN + worth(raw)];
             self.compressor.compress(codec, &[self.builder.data()], room)?
         };
-        let compress = if codec == Codec::None { Duration::ZERO } else { began.elapsed() };
+        let took = processor_time().saturating_sub(began);
+        let compress = if codec == Codec::None { Duration::ZERO } else { took };
         let frame = match made {
             Some(length) => {
                 self.builder.finish_in(&mut self.other, length, self.block, codec.id() as u8)
@@ -310,6 +311,7 @@ impl FrameSender {
         drop(wire);
         self.statistics.raw += ByteCount(raw as u64);
         let spent = self.clock.lap();
+        self.chooser.queued(spent.queued, spent.cpu);
         self.chooser.batch(&Batch {
             segment,
             codec,
@@ -352,10 +354,10 @@ impl FrameSender {
             let data = self.builder.data();
             let data = &data[..data.len().min(SAMPLE_LEN)];
             let room = &mut self.other[HEADER_LEN..HEADER_LEN + worth(data.len())];
-            let began = Instant::now();
+            let began = processor_time();
             // An error shows again, and is told, when pages are compressed with it.
             let made = self.compressor.compress(codec, &[data], room).unwrap_or_default();
-            let took = began.elapsed();
+            let took = processor_time().saturating_sub(began);
             self.chooser.sampled(&Sampled { segment, codec, raw: data.len(), made, took });
         }
     }

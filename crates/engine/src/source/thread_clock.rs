@@ -30,6 +30,8 @@ pub(super) struct Spent {
     pub(super) elapsed: Duration,
     /// Its processor time. The rest it waited for something else.
     pub(super) cpu: Duration,
+    /// What it waited for a processor; nothing where the kernel does not tell.
+    pub(super) queued: Duration,
 }
 
 impl ThreadClock {
@@ -50,14 +52,14 @@ impl ThreadClock {
         Spent {
             elapsed: now.at.saturating_duration_since(last.at).saturating_sub(queued),
             cpu: now.cpu.saturating_sub(last.cpu),
+            queued,
         }
     }
 
     fn read(&self) -> Reading {
-        let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
         Reading {
             at: Instant::now(),
-            cpu: Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32),
+            cpu: processor_time(),
             queued: self.queued().unwrap_or_default(),
         }
     }
@@ -69,6 +71,13 @@ impl ThreadClock {
         let text = std::str::from_utf8(&text[..length]).ok()?;
         Some(Duration::from_nanos(text.split_whitespace().nth(1)?.parse().ok()?))
     }
+}
+
+/// The processor time that the calling thread has had (clock_gettime(2),
+/// CLOCK_THREAD_CPUTIME_ID).
+pub(super) fn processor_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
 #[cfg(test)]

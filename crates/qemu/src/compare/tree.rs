@@ -176,9 +176,9 @@ fn read(line: &str, device: &mut Device, place: &mut Option<String>) {
             {
                 device.properties.insert(key.to_owned(), "1".to_owned());
             }
-            // Whoever was not told takes the size of what is behind it. `usb-storage` leaves that to
-            // its disk, which has a line of its own, in 10.0 and 11.1; in 7.2 it shows what it has
-            // found.
+            // Whoever was not told takes the size of what is behind it. `usb-storage` leaves that
+            // to its disk, which has a line of its own, in 10.0 and 11.1; in 7.2 it shows what it
+            // has found.
             "logical_block_size" | "physical_block_size" if value == "0" => {}
             _ if OF_THE_HOST.contains(&key) => {}
             _ => {

@@ -362,7 +362,8 @@ mod tests {
             "-monitor chardev:nobody",
             "-object monitor-qmp,id=m",
             "-chardev socket,id=x,host=203.0.113.1,port=1 -object monitor-hmp,id=m,chardev=x",
-            "-chardev vc,id=x -object {\"qom-type\":\"monitor-qmp\",\"id\":\"m\",\"chardev\":\"x\"}",
+            "-chardev vc,id=x -object \
+             {\"qom-type\":\"monitor-qmp\",\"id\":\"m\",\"chardev\":\"x\"}",
             // A line to another VM's monitor, in a directory that was named.
             &format!("-chardev socket,id=x,path={here}/100.qmp -device virtserialport,chardev=x"),
             &format!("-serial unix:{here}/100.qmp"),

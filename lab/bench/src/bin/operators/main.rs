@@ -1,8 +1,10 @@
 //! What operators see of godwit, in figures: a host that is emptied within its budget and its
-//! forecast, a help that fits on a screen, a report that is one small file, upgrades; and what was
-//! measured elsewhere, if it is named.
+//! forecast, a neighbour that does not notice, a help that fits on a screen, a report that is one
+//! small file, upgrades; and what was measured elsewhere, if it is named.
 //!
 //! Keeps one promise: what was not measured is not in the report.
+
+mod neighbour;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -40,6 +42,10 @@ struct Options {
     /// Evacuations; the one in the middle counts
     #[arg(long, value_name = "N", default_value_t = 3)]
     rounds: usize,
+
+    /// Moves beside a neighbour that has a processor for itself, with --cpus and without
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    neighbours: usize,
 
     /// Upgrades of each guest
     #[arg(long, value_name = "N", default_value_t = 6)]
@@ -82,6 +88,7 @@ fn main() -> anyhow::Result<()> {
         evacuations(&godwit, &options, &mut report)?;
     }
     kills(&options.kills, &mut report);
+    neighbour::measure(&godwit, options.neighbours, &mut report)?;
     upgrades::measure_all(&mut report, options.upgrades, &options.sizes, options.upgrade_fill)?;
     report.finish()?;
     Ok(())
