@@ -193,9 +193,9 @@ pub(crate) fn keep_stopped(machine: &mut Machine, limit: Duration) -> Result<(),
 /// the guest: only a running one is paused (`vm_stop`, `runstate_transitions_def` in
 /// system/runstate.c). A migration that came to `completed` ends there in every version, and one
 /// that failed or was cancelled with the guest stopped before 8.1 (`migration_iteration_finish`).
-pub(crate) const STAYS_POSTMIGRATE: &str = "the guest stands still as it did before, but QEMU calls it 'postmigrate' instead of \
-     'paused' and knows no way back: `cont` runs it when it is to run; it cannot be migrated \
-     until then";
+pub(crate) const STAYS_POSTMIGRATE: &str = "the guest stands still as it did before, but \
+     QEMU calls it 'postmigrate' instead of 'paused' and knows no way back: `cont` runs it when \
+     it is to run; it cannot be migrated until then";
 
 /// Looks at a guest that was found paused, behind [`run_again`]; what is to be told of it, if QEMU
 /// has it otherwise now.
