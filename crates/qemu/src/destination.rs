@@ -375,7 +375,8 @@ impl DestinationVm for QemuDestination {
         let _ = self.note(|left| left.stage = Stage::Discarding);
         // One that lacks pages may wait for one itself, and would do as it is told when that comes.
         match self.coming {
-            Some(_) => kill(&mut self.machine)?,
+            // Who may not kill it asks after all.
+            Some(_) => kill(&mut self.machine).or_else(|_| end(&mut self.machine))?,
             None => end(&mut self.machine)?,
         }
         let _ = self.note(|left| *left = Left::at(Stage::Waiting, false));
