@@ -353,6 +353,10 @@ impl DestinationVm for QemuDestination {
     fn announce(&mut self) -> Result<(), VmError> {
         let rounds = self.announce.unwrap_or(ANNOUNCED);
         let announced = announce(&mut *self.machine.qmp, rounds);
+        if self.owned {
+            // What must not wait was done before: QEMU itself, and the network.
+            rank::leave_first_below(self.machine.pid);
+        }
         if let Some(settings) = self.settings.take() {
             settings.restore(&mut *self.machine.qmp)?;
         }

@@ -27,23 +27,28 @@ pub(crate) fn put_first(pid: i32) {
 }
 
 /// It stands where the process `like` does from now on; without one, or where that takes a right
-/// which is not there, where this one does. So do its children, such as a helper for its network,
-/// which have come first with it.
+/// which is not there, where this one does.
 ///
 /// # Errors
 /// When it stays the first.
 pub(crate) fn leave_first(pid: i32, like: Option<i32>) -> io::Result<()> {
     // The kernel lets everybody go back to where they came from, and no further; but where whoever
     // put it first may go further (CAP_SYS_RESOURCE), it takes that to go back (`__set_oom_adj`,
-    // fs/proc/base.c). What it has started and is nobody's child any more stays the first.
+    // fs/proc/base.c).
     let own = of("self").unwrap_or(0);
     let wanted = like.and_then(|like| of(&like.to_string())).unwrap_or(own);
     let left = put(pid, wanted).or_else(|_| put(pid, own));
-    for child in children_of(pid).filter(|child| of(&child.to_string()) == Some(FIRST)) {
-        // The guest does not depend on it as it does on the process.
-        let _ = leave_first(child, Some(pid));
-    }
     left.or_else(|error| if of(&pid.to_string()) == Some(FIRST) { Err(error) } else { Ok(()) })
+}
+
+/// The children of process `pid`, such as a helper for its network, have come first with it, and
+/// stand where it does from now on, as far as that can be: the guest does not depend on them as it
+/// does on the process. What is nobody's child any more stays the first.
+pub(crate) fn leave_first_below(pid: i32) {
+    for child in children_of(pid).filter(|child| of(&child.to_string()) == Some(FIRST)) {
+        let _ = leave_first(child, Some(pid));
+        leave_first_below(child);
+    }
 }
 
 /// What the threads of process `pid` have started, as far as it is told (proc_tid_children(5)).
@@ -101,6 +106,7 @@ mod tests {
             assert!(Instant::now() < until, "{:?}", ranks());
         }
         leave_first(parent.pid(), None).unwrap();
+        leave_first_below(parent.pid());
         assert_eq!(ranks(), [Some(900), of("self")]);
         children_of(parent.pid()).for_each(|child| {
             let child = rustix::process::Pid::from_raw(child).unwrap();

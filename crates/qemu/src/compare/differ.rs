@@ -49,7 +49,8 @@ pub(crate) fn differences(
 ) -> Vec<Difference> {
     let mut found = Vec::new();
     let differs = |key: &str| fact(source, key) != fact(here, key);
-    if differs("machine") {
+    let other_machine = !is_same_machine(source, here);
+    if other_machine {
         found.push(machine(
             &fact(source, "machine"),
             &fact(here, "machine"),
@@ -64,10 +65,10 @@ pub(crate) fn differences(
         // news.
         let follows = match key.split('.').next() {
             _ if key == "machine" => true,
-            Some("machine") => differs("machine"),
+            Some("machine") => other_machine,
             Some("cpu") => key != "cpu" && differs("cpu"),
             Some("smp") => key != "smp" && differs("smp"),
-            Some("memory") => key.contains(".block ") && differs("machine"),
+            Some("memory") => key.contains(".block ") && other_machine,
             _ => false,
         };
         if follows || theirs == own {
@@ -78,7 +79,7 @@ pub(crate) fn differences(
     if !differs("cpu") {
         found.extend(features(source, here));
     }
-    if !differs("machine") {
+    if !other_machine {
         found.extend(devices(source, here));
     }
     found

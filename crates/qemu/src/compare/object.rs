@@ -45,7 +45,7 @@ impl<'a> Object<'a> {
             return qmp.run_if_known(&QomGet::new(self.path, name));
         };
         let value = known.get(name).map(|(_, value)| value).filter(|value| !value.is_null());
-        let read = value.map(|value| serde_json::from_value(value.clone())).transpose();
+        let read = value.map(T::deserialize).transpose();
         read.map_err(|source| QmpError::Unclear {
             command: QomListGet::NAME,
             version: qmp.version(),

@@ -237,10 +237,9 @@ fn undo_all(
         Stage::Stopping => {
             let was_running = record.left().was_running;
             let ended = bring_back(&mut machine, was_running, words)?;
-            if !ended && !was_running {
+            if !ended {
                 let limit = Limits::default().resume;
-                // Who cannot ask finds nothing to be told.
-                otherwise = way_back::stays_otherwise(&mut machine, limit).ok().flatten();
+                otherwise = way_back::stays_otherwise(&mut machine, was_running, limit);
             }
             left::forget(machine.pid);
             ended

@@ -263,10 +263,8 @@ impl Recovery {
                 };
                 let as_it_was = (was_running, true);
                 way_back::run_again(&mut self.machine, as_it_was, Limits::default(), |_| {})?;
-                if !was_running {
-                    let limit = Limits::default().resume;
-                    otherwise = way_back::stays_otherwise(&mut self.machine, limit).ok().flatten();
-                }
+                let limit = Limits::default().resume;
+                otherwise = way_back::stays_otherwise(&mut self.machine, was_running, limit);
                 // Whoever was told that it is elsewhere should know better.
                 let _ = announce(&mut *self.machine.qmp, ANNOUNCED);
             }

@@ -588,11 +588,12 @@ impl QemuSource {
     /// Tells of a guest that was found paused, or was paused by somebody else, and was
     /// `brought_back`, if QEMU has it otherwise.
     fn tell_if_otherwise(&mut self, brought_back: bool) {
-        if brought_back && !self.was_running {
-            let stays = way_back::stays_otherwise(&mut self.machine, self.limits.resume);
-            if let Ok(Some(words)) = stays {
-                (self.told)(words);
-            }
+        if !brought_back {
+            return;
+        }
+        let (was_running, limit) = (self.was_running, self.limits.resume);
+        if let Some(words) = way_back::stays_otherwise(&mut self.machine, was_running, limit) {
+            (self.told)(words);
         }
     }
 
