@@ -174,19 +174,19 @@ fn tell(arguments: &Arguments, known: Known, pid: i32, state: &str) -> ExitCode 
 
 fn settle(arguments: &Arguments, guest: Where) -> Result<(), Box<dyn Error>> {
     let recovery = open(&arguments.vm)?;
-    let done = match guest {
+    let (guest, done, remark) = match guest {
         Where::Here => {
-            let otherwise = recovery.run_here(arguments.force)?;
-            otherwise.unwrap_or("the guest is here, and QEMU as it was")
+            let remark = recovery.run_here(arguments.force)?;
+            ("here", remark.unwrap_or("the guest is here, and QEMU as it was"), remark)
         }
         Where::There => {
             recovery.end_here(arguments.force)?;
-            "this VM has ended: the guest is the other side's"
+            ("there", "this VM has ended: the guest is the other side's", None)
         }
     };
     if arguments.json {
-        let guest = if guest == Where::Here { "here" } else { "there" };
-        json_line(&json!({ "vm": arguments.vm.to_string(), "outcome": "settled", "guest": guest }));
+        let vm = arguments.vm.to_string();
+        json_line(&json!({ "vm": vm, "outcome": "settled", "guest": guest, "remark": remark }));
     } else {
         println!("{}: {done}", arguments.vm);
     }

@@ -195,7 +195,7 @@ pub(crate) fn keep_stopped(machine: &mut Machine, limit: Duration) -> Result<(),
 /// that failed or was cancelled with the guest stopped before 8.1 (`migration_iteration_finish`).
 pub(crate) const STAYS_POSTMIGRATE: &str = "the guest stands still as it did before, but \
      QEMU calls it 'postmigrate' instead of 'paused' and knows no way back: `cont` runs it when \
-     it is to run; it cannot be migrated until then";
+     it is to run; godwit does not migrate it until then";
 
 /// Looks, behind [`run_again`], at a guest that `was_running` or was found paused; what is to be
 /// told of it, if QEMU has it otherwise now. Who cannot ask finds nothing to be told.

@@ -289,7 +289,7 @@ fn undo_all(
         }
         stage => what_became(stage),
     };
-    let (severity, text) = otherwise.map_or((severity, text), |words| (ALERT, words));
+    let text = otherwise.unwrap_or(text);
     match undone {
         Ok(()) => words.say(severity, text),
         Err(error) => {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::monitor::stand_in::StandIn;
+use crate::monitor::stand_in::{REFUSED, StandIn};
 
 /// A machine whose monitor gives these answers, by command, command line or path, and empty ones
 /// else.
@@ -194,4 +194,22 @@ fn a_back_end_of_a_device_is_no_qemu() {
     assert!(is_vmm(&writer("qemu-system-x86")));
     assert!(is_vmm(&writer("qemu-kvm")));
     assert!(!is_vmm(&writer("virtiofsd")));
+}
+
+#[test]
+fn what_a_guest_runs_on_is_asked_of_every_qemu() {
+    let asked = |answers: &[(&str, Value)]| {
+        let mut qmp = StandIn::new(answers);
+        runs_on_kvm(&mut qmp).unwrap()
+    };
+    let on = |name: &str| json!({ "enabled": name, "present": ["tcg", "kvm"] });
+    assert!(asked(&[("query-kvm", json!({ "enabled": true, "present": true }))]));
+    assert!(!asked(&[
+        ("query-kvm", json!({ "enabled": false, "present": true })),
+        ("query-accelerators", on("kvm")),
+    ]));
+    // One without the old command, which is deprecated.
+    let without = ("query-kvm", json!({ REFUSED: "The command query-kvm has not been found" }));
+    assert!(asked(&[without.clone(), ("query-accelerators", on("kvm"))]));
+    assert!(!asked(&[without, ("query-accelerators", on("tcg"))]));
 }
