@@ -142,7 +142,7 @@ pub enum EngineError {
     /// A godwit that was killed has left a guest without all of its memory, and another one cannot
     /// go on: what was left stays, since the guest is lost without it.
     #[error(
-        "a godwit that was killed has left a guest that lacks memory, and this one cannot go on \
+        "a guest lacks memory that another godwit was to fetch, and this one cannot go on with it \
          ({} stays as it is): {why}",
         path.display()
     )]

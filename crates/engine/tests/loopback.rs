@@ -118,18 +118,33 @@ fn what_is_written_while_both_get_ready_is_not_left_for_the_last_round() {
 #[test]
 fn memory_that_is_touched_late_is_sent() {
     // Most segments are holes in the first rounds, and are touched before the last one.
-    let source =
-        Source::start_late(Duration::from_secs(60), Vec::new(), Duration::from_millis(700));
-    let (result, source, found) = move_from(
-        source,
-        &options(2, true),
-        &destination::Faults::default(),
-        false,
-        &some_rounds(),
-    );
-    assert!(result.is_ok(), "{result:?}");
-    assert_eq!(found.pages_first, Some(true));
-    assert!(source.ram()[1].has_data(source.ram()[1].all()).unwrap());
+    for in_parts in [true, false] {
+        let source =
+            Source::start_late(Duration::from_secs(60), Vec::new(), Duration::from_millis(700));
+        if !in_parts {
+            source.looks_at_no_parts();
+        }
+        let (options, faults) = (options(2, true), destination::Faults::default());
+        let (result, source, found) = move_from(source, &options, &faults, false, &some_rounds());
+        assert!(result.is_ok(), "{result:?}");
+        assert_eq!(found.pages_first, Some(true));
+        assert!(source.ram()[1].has_data(source.ram()[1].all()).unwrap());
+    }
+}
+
+#[test]
+fn memory_that_is_never_touched_is_proved_and_audited_as_that() {
+    // Mutations: what was never touched is left out of the digests, or of the audit.
+    let never = Duration::from_secs(60);
+    for audit in [false, true] {
+        let source = Source::start_late(never, Vec::new(), never);
+        let options = Options { audit, ..options(2, true) };
+        let faults = destination::Faults::default();
+        let (result, source, found) = move_from(source, &options, &faults, false, &some_rounds());
+        assert!(result.is_ok(), "{result:?}");
+        assert_eq!(found.pages_first, Some(true));
+        assert!(!source.ram()[1].has_data(source.ram()[1].all()).unwrap());
+    }
 }
 
 #[test]

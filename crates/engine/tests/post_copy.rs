@@ -17,6 +17,7 @@ use godwit_engine::handle::{HandleError, MigrationHandle, Own};
 use godwit_engine::report::{Measures, Stage};
 use godwit_engine::source::{Options, PostCopy, Verify, migrate};
 use godwit_engine::vm::Kept;
+use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_memory::SEGMENT_PAGES;
 use godwit_policy::{Settings, ThrottleMode};
@@ -40,9 +41,13 @@ fn settings() -> Settings {
 }
 
 fn handle() -> MigrationHandle {
+    handle_of(settings())
+}
+
+fn handle_of(settings: Settings) -> MigrationHandle {
     let max_bandwidth = Some(SLOW.parse::<TypedRate>().unwrap());
     let own = Own { max_bandwidth, compression: Compression::Fixed(Codec::None), ..Own::default() };
-    MigrationHandle::new(settings(), own, Cancel::default())
+    MigrationHandle::new(settings, own, Cancel::default())
 }
 
 fn options(post_copy: PostCopy) -> Options {
@@ -140,6 +145,23 @@ fn what_was_never_touched_is_not_missing() {
     let moved = move_from(source, &options(PostCopy::Now), &handle(), |_| {}, Address::clone);
     moved.came_whole();
     assert_eq!(moved.found.missing, SEGMENT_PAGES, "it keeps to the first of {ALL} pages");
+}
+
+#[test]
+fn what_was_touched_after_it_was_named_as_a_hole_is_missing() {
+    // Mutation: what was named as a hole is not looked at any more.
+    let (busy, late) = (Duration::from_secs(60), Duration::from_millis(500));
+    let handle = handle_of(Settings { patience: None, ..settings() });
+    let asking = handle.clone();
+    let asker = std::thread::spawn(move || {
+        std::thread::sleep(2 * late);
+        asking.switch_over_by_post_copy()
+    });
+    let source = Source::start_late(busy, Vec::new(), late);
+    let moved = move_from(source, &options(PostCopy::Never), &handle, |_| {}, Address::clone);
+    asker.join().unwrap().unwrap();
+    moved.came_whole();
+    assert!(moved.source.ram()[1].has_data(moved.source.ram()[1].all()).unwrap());
 }
 
 /// Its machine has no need of tracking.

@@ -18,6 +18,7 @@ use godwit_engine::destination::{self, Faults, Notice};
 use godwit_engine::handle::{MigrationHandle, Own};
 use godwit_engine::report::{Measures, Progress, Stage};
 use godwit_engine::source::{self, Fault, migrate};
+use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor};
 use godwit_memory::RamBlock;
 use godwit_policy::{Settings, ThrottleMode};
@@ -179,6 +180,32 @@ fn a_cut_anywhere_in_the_rounds_is_made_good() {
         assert_eq!(measures.round_list.iter().filter(|round| round.cut_off).count(), 1);
         assert_eq!(this.was_told(is_resumed), 1);
     }
+}
+
+#[test]
+fn memory_that_is_touched_behind_a_cut_is_sent() {
+    // Mutation: what was never touched is forgotten with the connections.
+    let mut this = Move::new(BUSY, 30, Vec::new());
+    this.source = Source::start_late(BUSY, Vec::new(), Duration::from_millis(1500));
+    let settings = Settings {
+        downtime_limit: Duration::from_millis(1),
+        patience: None,
+        ..Settings::default()
+    };
+    let own = Own {
+        max_bandwidth: Some("30MiB/s".parse().unwrap()),
+        compression: "none".parse().unwrap(),
+        ..Own::default()
+    };
+    this.handle = MigrationHandle::new(settings, own, Cancel::default());
+    let forced = this.handle.clone();
+    std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(2500));
+        let _ = forced.switch_over(true);
+    });
+    let (measures, cuts) = this.arrives(&[(6 * MIB, OUTAGE)]);
+    assert_eq!((cuts, measures.resumptions), (1, 1));
+    assert!(this.source.ram()[1].has_data(this.source.ram()[1].all()).unwrap());
 }
 
 #[test]

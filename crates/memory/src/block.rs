@@ -397,9 +397,30 @@ impl RamBlock {
     /// # Errors
     /// When the pages lie outside the block or the kernel does not tell.
     pub fn has_data(&self, run: PageRun) -> Result<bool, MemoryError> {
+        Ok(self.first_data(run)?.is_some())
+    }
+
+    /// The first page of `run` that holds data, if there is one. One question to the kernel, which
+    /// looks no further than that.
+    ///
+    /// # Errors
+    /// When the pages lie outside the block or the kernel does not tell.
+    ///
+    /// ```
+    /// use godwit_memory::RamBlock;
+    /// use godwit_units::{PageCount, PageIndex, PageRun};
+    ///
+    /// let block = RamBlock::anonymous("ram", PageCount(100))?;
+    /// block.write(PageIndex(70), &[1; 4096])?;
+    /// assert_eq!(block.first_data(block.all())?, Some(PageIndex(70)));
+    /// assert_eq!(block.first_data(PageRun::new(71, 29))?, None);
+    /// # Ok::<(), godwit_memory::MemoryError>(())
+    /// ```
+    pub fn first_data(&self, run: PageRun) -> Result<Option<PageIndex>, MemoryError> {
         let at = self.check(run)?;
         let data = self.backing.data_from(at, at + run.count.bytes().0);
-        Ok(data.map_err(|source| self.failed("find the data of", run, source))?.is_some())
+        let data = data.map_err(|source| self.failed("find the data of", run, source))?;
+        Ok(data.map(|byte| PageIndex(run.start.0 + (byte - at) / PAGE_SIZE)))
     }
 
     /// The parts of `run` that hold data, in order; what lies between them are holes, which read as

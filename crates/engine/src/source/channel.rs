@@ -12,6 +12,7 @@
 //! connections are lost, the destination says how many frames of each it has placed, and what is
 //! remembered of segments with a later one is owed to it again ([`Owned::take_back`]).
 
+use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -19,15 +20,15 @@ use std::time::Instant;
 use godwit_balloon::FreeHints;
 use godwit_bitmap::DirtyBitmap;
 use godwit_codec::is_zero;
-use godwit_fingerprints::{Fingerprint, Key, PageFingerprints, SegmentFingerprints};
+use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_memory::{DataHint, FIRST_HARVEST, NEXT_HARVEST, RamBlock, Segment};
 use godwit_track::{AsOf, DirtyTracker};
 use godwit_units::{PageCount, PageIndex, PageRun};
 use godwit_wire::Content;
 
-use super::frame_sender::{Carried, FrameSender, RoundStatistics};
-use super::history::{History, SentOf};
+use super::frame_sender::{FrameSender, RoundStatistics};
 use super::link_share::LinkShare;
+use super::owned::{Owned, Pages};
 use super::segment_table::SegmentTable;
 use super::session::Event;
 use super::slips::Slips;
@@ -76,154 +77,6 @@ pub(super) struct Shared {
     pub(super) slips: Slips,
 }
 
-/// A segment, and which of its pages the destination holds with other bytes than zero.
-pub(super) struct Owned {
-    /// Its number on the segment table.
-    number: usize,
-    segment: Segment,
-    held: DirtyBitmap,
-    /// It is unsent, and was named as zero: the destination may have held something else.
-    named: bool,
-    fingerprints: Option<SegmentFingerprints>,
-    /// With direct I/O: pages that were harvested in the last round, into which data may have
-    /// landed since.
-    recent: Option<DirtyBitmap>,
-    /// What was harvested or sent of it in `round`, and the last frames with any of that; `None`
-    /// while it is being dealt with.
-    unacknowledged: DirtyBitmap,
-    round: u32,
-    carried: Option<Carried>,
-    /// What was taken back, and is still to be sent again.
-    owed: DirtyBitmap,
-    /// When its pages were sent and reported, for an audit.
-    history: Option<History>,
-}
-
-impl Owned {
-    pub(super) fn new(number: usize, segment: Segment, shared: &Shared, direct_io: bool) -> Self {
-        let pages = segment.run.count;
-        let fingerprints =
-            shared.fingerprints.as_ref().map(|(prints, _)| prints.segment(segment.run));
-        Self {
-            number,
-            segment,
-            held: DirtyBitmap::new(pages),
-            named: false,
-            fingerprints,
-            recent: direct_io.then(|| DirtyBitmap::new(pages)),
-            unacknowledged: DirtyBitmap::new(pages),
-            round: 0,
-            carried: Some(Carried::new()),
-            owed: DirtyBitmap::new(pages),
-            history: shared.audit.as_ref().map(|(_, began)| History::new(segment, *began)),
-        }
-    }
-
-    /// Its number on the segment table.
-    pub(super) fn number(&self) -> usize {
-        self.number
-    }
-
-    /// The segment.
-    pub(super) fn segment(&self) -> Segment {
-        self.segment
-    }
-
-    /// The destination holds what `prints` say, of every page; none: zeros. What it holds otherwise
-    /// than it was sent is owed to it again. Without fingerprints all of it is sent.
-    pub(super) fn learn(&mut self, prints: &[u64], zero: Fingerprint, table: &SegmentTable) {
-        let Some(fingerprints) = &mut self.fingerprints else { return };
-        let run = self.segment.run;
-        for index in 0..run.count.0 {
-            let page = PageIndex(run.start.0 + index);
-            let there = match prints.get(index as usize) {
-                None => Some(zero),
-                Some(word) => Fingerprint::from_word(*word),
-            };
-            if there.is_none() || fingerprints.print(page) != there {
-                self.owed.set(PageRun::new(index, 1));
-            }
-        }
-        fingerprints.forget(run);
-        if prints.is_empty() {
-            fingerprints.record_run(run, zero);
-        }
-        for (page, print) in (run.start.0..).zip(prints) {
-            if let Some(print) = Fingerprint::from_word(*print) {
-                fingerprints.record(PageIndex(page), print);
-            }
-        }
-        self.named = false;
-        // One that was never sent whole will be.
-        if table.is_unsent(self.number) {
-            self.owed.clear_all();
-        }
-        table.owes(self.number, self.owed.count());
-    }
-
-    /// What is known of what was sent of it.
-    pub(super) fn fingerprints(&self) -> Option<&SegmentFingerprints> {
-        self.fingerprints.as_ref()
-    }
-
-    /// What is known of what was sent of it, for an audit.
-    pub(super) fn part(&self) -> SentOf<'_> {
-        SentOf {
-            segment: self.segment,
-            prints: self.fingerprints.as_ref(),
-            history: self.history.as_ref(),
-        }
-    }
-
-    /// Its turn has come in `round`, on `channel`. What was sent in an earlier one, perhaps over
-    /// another channel, was acknowledged, or taken back.
-    fn comes_to(&mut self, channel: usize, round: u32) {
-        if self.round != round {
-            self.unacknowledged.clear_all();
-            (self.round, self.carried) = (round, Some(Carried::new()));
-        }
-        if let Some(history) = &mut self.history {
-            history.goes_over(channel);
-        }
-    }
-
-    /// Remembers that `run` of its block is dealt with.
-    fn remember(&mut self, run: PageRun) {
-        let first = self.segment.run.start.0;
-        self.unacknowledged.set(PageRun::new(run.start.0 - first, run.count.0));
-    }
-
-    /// The destination has `placed` so many frames of each channel and will place no more: what may
-    /// be among the others is owed to it again, and nothing is known any more of what it holds.
-    /// Returns how many pages of that had been read and sent.
-    fn take_back(&mut self, placed: &[u64], table: &SegmentTable) -> PageCount {
-        let has_come = |(channel, frame): &(usize, u64)| {
-            *frame <= placed.get(*channel).copied().unwrap_or_default()
-        };
-        let carried = self.carried.replace(Carried::new());
-        let lost = !carried.is_some_and(|carried| carried.iter().all(has_come));
-        let mut sent = PageCount::ZERO;
-        if lost {
-            let first = self.segment.run.start.0;
-            for run in self.unacknowledged.runs() {
-                sent += self.held.count_in(run);
-                if let Some(fingerprints) = &mut self.fingerprints {
-                    fingerprints.forget(PageRun::new(first + run.start.0, run.count.0));
-                }
-            }
-            self.owed.union(&self.unacknowledged);
-            self.named = false;
-        }
-        self.unacknowledged.clear_all();
-        // One that was never sent whole will be.
-        if table.is_unsent(self.number) {
-            self.owed.clear_all();
-        }
-        table.owes(self.number, self.owed.count());
-        sent
-    }
-}
-
 pub(super) struct Channel {
     sender: FrameSender,
     shared: Shared,
@@ -231,6 +84,9 @@ pub(super) struct Channel {
     turns: Arc<Turns<Owned>>,
     /// Its own, in the order of their numbers; within a round those that it is done with.
     segments: Vec<Owned>,
+    /// Its own that were named as holes and not sent since, by number: between rounds all of these,
+    /// and within one those of which nothing was touched.
+    holes: BTreeMap<usize, Owned>,
     /// The number of the segment to begin with: where the last pass was cut short.
     first: usize,
     dirty: Vec<PageRun>,
@@ -253,6 +109,7 @@ impl Channel {
             sender,
             turns: Arc::clone(turns),
             segments,
+            holes: BTreeMap::new(),
             first: 0,
             shared,
             dirty: Vec::new(),
@@ -266,14 +123,18 @@ impl Channel {
     /// Ends the channel. The destination has `placed` so many frames of each: its segments, with
     /// what has not arrived taken back, and how many pages of that had been read and sent.
     pub(super) fn take_back(mut self, placed: &[u64]) -> (Vec<Owned>, PageCount) {
-        let table = &self.shared.table;
-        let sent = self.segments.iter_mut().map(|owned| owned.take_back(placed, table)).sum();
-        (self.segments, sent)
+        let table = Arc::clone(&self.shared.table);
+        let sent = self.all_mut().map(|owned| owned.take_back(placed, &table)).sum();
+        (self.into_segments(), sent)
     }
 
-    /// Its segments, when it has ended.
+    /// Its segments, in no order, when it has ended.
     pub(super) fn into_segments(self) -> Vec<Owned> {
-        self.segments
+        self.segments.into_iter().chain(self.holes.into_values()).collect()
+    }
+
+    fn all_mut(&mut self) -> impl Iterator<Item = &mut Owned> {
+        self.segments.iter_mut().chain(self.holes.values_mut())
     }
 
     /// What sends over its connection, when it has ended.
@@ -324,6 +185,7 @@ impl Channel {
             if let Some((kept, _)) = &self.shared.audit {
                 let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
                 kept.append(&mut self.segments);
+                kept.extend(std::mem::take(&mut self.holes).into_values());
             }
         }
         Ok(self.sender.statistics())
@@ -334,7 +196,7 @@ impl Channel {
     fn digests(&mut self) -> impl Iterator<Item = (usize, u128)> {
         let key = self.shared.fingerprints.as_ref().map(|(_, key)| *key);
         let key = key.filter(|_| self.shared.digests.is_some());
-        self.segments.iter_mut().filter_map(move |owned| {
+        self.all_mut().filter_map(move |owned| {
             let digest = owned.fingerprints.as_mut()?.digest_of_all(key.as_ref()?);
             Some((owned.number, digest))
         })
@@ -350,6 +212,7 @@ impl Channel {
     /// Deals with all segments but those that are to be left for later; at the end of the round
     /// with those that no longer are. A pass that disks cut short goes on where it was cut.
     fn segments(&mut self, order: Order) -> Result<(), EngineError> {
+        self.take_up_touched()?;
         let mut own = std::mem::take(&mut self.segments);
         if order.leave {
             let result = own.iter_mut().try_for_each(|owned| self.leave(owned));
@@ -370,7 +233,21 @@ impl Channel {
         }
         self.segments.extend(left.into_iter().chain(rest));
         self.segments.sort_unstable_by_key(Owned::number);
+        let table = Arc::clone(&self.shared.table);
+        let holes = self.segments.extract_if(.., |it| it.named && table.is_unsent(it.number));
+        self.holes.extend(holes.map(|owned| (owned.number, owned)));
         result
+    }
+
+    /// What was named as a hole and has been touched since is dealt with again.
+    fn take_up_touched(&mut self) -> Result<(), EngineError> {
+        let touched = self.shared.table.touched(self.holes.keys().copied())?;
+        let taken_up = touched.iter().filter_map(|number| self.holes.remove(number));
+        self.segments.extend(taken_up);
+        if !touched.is_empty() {
+            self.segments.sort_unstable_by_key(Owned::number);
+        }
+        Ok(())
     }
 
     /// Deals with whatever comes to its turn; what is to be left for later goes to `left`.
@@ -389,6 +266,10 @@ impl Channel {
                 self.hint = DataHint::default();
             }
             owned.comes_to(self.sender.number(), order.round);
+            if order.last && !order.find_holes && self.is_settled(&owned) {
+                self.segments.push(owned);
+                continue;
+            }
             // Nothing is gained by leaving for later what is not there and was not named yet.
             let passes_by = !order.last && table.passes_by(number);
             let leave = match passes_by && !named && table.is_unsent(number) {
@@ -407,6 +288,17 @@ impl Channel {
             dealt_with?;
         }
         Ok(())
+    }
+
+    /// Whether all were looked at for the last time, and of this one there is nothing to be sent.
+    fn is_settled(&self, owned: &Owned) -> bool {
+        let table = &self.shared.table;
+        let is_clean = || table.last(owned.number).is_some_and(<[PageRun]>::is_empty);
+        let none = |pages: &Pages| pages.count() == PageCount::ZERO;
+        !table.is_unsent(owned.number)
+            && is_clean()
+            && none(&owned.owed)
+            && owned.recent.as_ref().is_none_or(none)
     }
 
     /// Deals with those of `left` that are to be left for later no longer.
@@ -438,10 +330,11 @@ impl Channel {
                 Some(found) => found.iter().filter_map(|it| it.intersect(run)).for_each(note),
                 None => self.shared.tracker.look(block, run, AsOf::Round, &mut note)?,
             }
-            left.union(&owned.owed);
-            // Data may have landed there since.
-            if let Some(recent) = &owned.recent {
-                left.union(recent);
+            // Data may have landed since in those that are recent.
+            for again in [Some(&owned.owed), owned.recent.as_ref()].into_iter().flatten() {
+                for run in again.runs() {
+                    left.set(run);
+                }
             }
         }
         let pages = PageRun::new(0, run.count.0);
@@ -481,12 +374,9 @@ impl Channel {
         // Asked for before the harvest, and given once: for a segment that was put off half-way
         // there is nothing any more.
         let mut free = self.shared.free.as_ref().and_then(|hints| hints.take(owned.number));
-        let recheck = owned
-            .recent
-            .as_mut()
-            .map(|recent| std::mem::replace(recent, DirtyBitmap::new(run.count)));
+        let recheck = owned.recent.as_mut().map(std::mem::take);
         // From here on it is not known elsewhere that these are to be sent.
-        let owed = std::mem::replace(&mut owned.owed, DirtyBitmap::new(run.count));
+        let owed = std::mem::take(&mut owned.owed);
         owned.unacknowledged.union(&owed);
         if let Some(recheck) = &recheck {
             owned.unacknowledged.union(recheck);
@@ -527,7 +417,8 @@ impl Channel {
             }
             if let Some(recent) = &mut owned.recent {
                 dirty.iter().for_each(|harvested| {
-                    recent.set(PageRun::new(harvested.start.0 - run.start.0, harvested.count.0));
+                    let within = PageRun::new(harvested.start.0 - run.start.0, harvested.count.0);
+                    recent.set(within, run.count);
                 });
             }
             if let Some(hints) = &self.shared.free {
@@ -555,7 +446,7 @@ impl Channel {
         }
         // What was in flight when these were harvested has landed by now: the machine was drained
         // since. What did not change is not sent.
-        for again in recheck.iter().chain([&owed]).flat_map(DirtyBitmap::runs) {
+        for again in recheck.iter().chain([&owed]).flat_map(Pages::runs) {
             self.send(owned, PageRun::new(run.start.0 + again.start.0, again.count.0))?;
         }
         self.shared.table.owes(owned.number, PageCount::ZERO);
@@ -719,7 +610,7 @@ impl Channel {
             };
             self.sender.add(part, |bytes| blocks[block].read(part.start, bytes), judge)?;
             // Zero pages among them do no harm: to zero a page twice is to zero it.
-            owned.held.set(PageRun::new(at - owned.segment.run.start.0, count));
+            owned.held.set(owned.within(part), owned.segment.run.count);
             at += count;
         }
         Ok(())
@@ -731,7 +622,10 @@ impl Channel {
     fn discard_holes(&mut self, owned: &mut Owned) -> Result<(), EngineError> {
         let Segment { block, run } = owned.segment;
         let blocks = Arc::clone(&self.shared.blocks);
-        let mut holes = owned.held.clone();
+        let mut holes = DirtyBitmap::new(run.count);
+        for run in owned.held.runs() {
+            holes.set(run);
+        }
         let mut hint = self.hint;
         for data in blocks[block].data(run, &mut hint) {
             let data = data?;
@@ -740,7 +634,7 @@ impl Channel {
         self.hint = hint;
         for hole in holes.runs() {
             owned.held.clear(hole);
-            owned.unacknowledged.set(hole);
+            owned.unacknowledged.set(hole, run.count);
             let start = run.start.0 + hole.start.0;
             let end = PageIndex(start + hole.count.0);
             self.send_zero(owned, PageIndex(start), end, false)?;
@@ -751,44 +645,5 @@ impl Channel {
     /// Makes sure that the frame being built is for the block of `owned` and has room.
     fn frame_for(&mut self, owned: &Owned) -> Result<(), EngineError> {
         self.sender.frame_for(owned.segment.block as u32, owned.number, 1).map(drop)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn of_all_connections_that_a_segment_went_over_all_its_frames_must_have_come() {
-        let block = RamBlock::anonymous("ram", PageCount(16)).unwrap();
-        let table = SegmentTable::new(Arc::new(vec![block])).unwrap();
-        table.mark_sent(0);
-        let pages = || DirtyBitmap::new(PageCount(16));
-        let again = |carried: Option<Carried>, placed: &[u64]| {
-            let mut owned = Owned {
-                number: 0,
-                segment: Segment { block: 0, run: PageRun::new(0, 16) },
-                held: pages(),
-                named: false,
-                fingerprints: None,
-                recent: None,
-                unacknowledged: pages(),
-                round: 3,
-                carried,
-                owed: pages(),
-                history: None,
-            };
-            owned.remember(PageRun::new(4, 2));
-            owned.take_back(placed, &table);
-            assert_eq!(owned.unacknowledged.count(), PageCount::ZERO);
-            owned.owed.count().0
-        };
-        let carried = || Some(vec![(0, 5), (2, 9)]);
-        assert_eq!(again(carried(), &[5, 0, 9]), 0);
-        for placed in [&[4, 0, 9][..], &[5, 9, 8], &[5]] {
-            assert_eq!(again(carried(), placed), 2, "{placed:?}");
-        }
-        assert_eq!(again(Some(Carried::new()), &[]), 0, "nothing was sent");
-        assert_eq!(again(None, &[9, 9, 9]), 2, "it was being dealt with");
     }
 }

@@ -19,7 +19,7 @@ use godwit_wire::{Feature, Message};
 
 use super::Source;
 use super::audit::{Auditor, Differing};
-use super::channel::{Channel, Order, Owned, Shared};
+use super::channel::{Channel, Order, Shared};
 use super::convergence::{Convergence, Governs};
 use super::disk::SentDisks;
 use super::disk_sent::DiskSent;
@@ -31,6 +31,7 @@ use super::history::SentOf;
 use super::lanes::Lanes;
 use super::meter::{Part, Totals};
 use super::outage::Outage;
+use super::owned::Owned;
 use super::post_copy::{could_leave, with_post_copy};
 use super::segment_table::{ARMING, SegmentTable};
 use super::session::{Event, Session};

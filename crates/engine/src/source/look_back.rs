@@ -20,7 +20,7 @@ use godwit_fingerprints::Key;
 use godwit_memory::{MemoryError, RamBlock};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
-use super::channel::Owned;
+use super::owned::Owned;
 use crate::EngineError;
 
 /// Pages read at once, 1 MiB: each read of another process costs the kernel a look at it, and few

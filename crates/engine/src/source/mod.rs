@@ -36,6 +36,7 @@ mod look_back;
 mod meter;
 mod nobody;
 mod outage;
+mod owned;
 mod post_copy;
 mod random;
 mod record;

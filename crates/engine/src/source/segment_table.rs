@@ -26,6 +26,8 @@ const MOST_EXTENTS: usize = 65_536;
 /// Pages with data that one thread looks at by itself: 8 GiB, which takes it some milliseconds.
 /// With more, several threads share the work.
 const PART: u64 = 1 << 21;
+/// The same of the last look, for which the guest waits: 1 GiB.
+const LAST_PART: u64 = 1 << 18;
 /// More threads than this do not look.
 const THREADS_LIMIT: u64 = 16;
 
@@ -47,9 +49,11 @@ pub(super) struct SegmentTable {
     /// What the tracker reported before anything was harvested: one that starts with everything
     /// dirty cannot tell what the guest has written to a segment before its first harvest.
     baseline: Vec<u32>,
+    /// Pages that their files had data for then.
+    present: u64,
     /// How many threads share a look, where the tracker lets them.
     threads: usize,
-    /// What is dirty when the guest is stopped, by segment, where many threads have looked at once.
+    /// What is dirty when the guest is stopped, by segment, where all were looked at once.
     last: OnceLock<Vec<Vec<PageRun>>>,
     /// Pages sent in this round, by equal parts of all segments: for who looks at it afterwards.
     parts: Vec<AtomicU32>,
@@ -97,8 +101,8 @@ impl SegmentTable {
         let baseline = vec![0; segments.len()];
         let parts = (0..segments.len().min(PARTS)).map(|_| AtomicU32::new(0)).collect();
         let present: u64 = data.iter().copied().map(u64::from).sum();
-        let processors = std::thread::available_parallelism().map_or(1, |count| count.get() as u64);
-        let threads = (present / PART).clamp(1, processors.min(THREADS_LIMIT)) as usize;
+        let most = (processors() as u64).min(THREADS_LIMIT);
+        let threads = (present / PART).clamp(1, most) as usize;
         Ok(Self {
             blocks,
             segments,
@@ -109,6 +113,7 @@ impl SegmentTable {
             delayed: Mutex::default(),
             hurry: AtomicBool::new(false),
             baseline,
+            present,
             threads,
             last: OnceLock::new(),
             parts,
@@ -201,6 +206,50 @@ impl SegmentTable {
         self.unsent[number].load(Ordering::Relaxed)
     }
 
+    /// Which of `holes`, segments in the order of their numbers that had nothing when they were
+    /// last dealt with, have something now.
+    ///
+    /// What follows upon each other with nothing between that was sent is asked about at once, and
+    /// again behind what is found: holes of whatever size cost one question, and a few steps for
+    /// each segment.
+    pub(super) fn touched(
+        &self,
+        holes: impl Iterator<Item = usize>,
+    ) -> Result<Vec<usize>, MemoryError> {
+        let (mut touched, mut own) = (Vec::new(), Vec::new());
+        let mut holes = holes.peekable();
+        while let Some(first) = holes.next() {
+            let block = self.segments[first].block;
+            let follows = |last: usize, next: usize| {
+                self.segments[next].block == block
+                    && (last + 1..next).all(|between| self.is_unsent(between))
+            };
+            let mut last = first;
+            own.clear();
+            own.push(first);
+            while let Some(next) = holes.next_if(|next| follows(last, *next)) {
+                last = next;
+                own.push(next);
+            }
+            let (end, mut rest) = (self.segments[last].run.end().0, own.as_slice());
+            while let [next, ..] = rest {
+                let start = self.segments[*next].run.start.0;
+                let data = self.blocks[block].first_data(PageRun::new(start, end - start))?;
+                let Some(data) = data else { break };
+                // Others may lie before it, and it may lie between two.
+                let before = |number: &usize| self.segments[*number].run.end() <= data;
+                rest = &rest[rest.partition_point(before)..];
+                if let [found, behind @ ..] = rest
+                    && self.segments[*found].run.start <= data
+                {
+                    touched.push(*found);
+                    rest = behind;
+                }
+            }
+        }
+        Ok(touched)
+    }
+
     /// Where block `block` had data when the migration began, as far as that is known. It may have
     /// got more since.
     pub(super) fn extents(&self, block: usize) -> &[PageRun] {
@@ -224,46 +273,58 @@ impl SegmentTable {
         self.judge(dirty, spent)
     }
 
-    /// With the guest stopped: looks with many threads, where more of them may look than there are
-    /// `channels`, each of which would else look at its own segments.
+    /// With the guest stopped: looks at all segments at once, where the tracker lets that be done in
+    /// parts. A look at each by its channel would be a system call for each, which takes longer
+    /// than what it looks at where pages are huge. With at least as many threads as there are
+    /// `channels`, but for little memory, for which it does not pay to start another.
     pub(super) fn look_for_the_last_time(
         &self,
         tracker: &dyn DirtyTracker,
         channels: usize,
     ) -> Result<(), TrackError> {
-        if self.threads > channels && tracker.looks_in_parts() {
-            let (runs, _) = self.each(tracker, |runs: &mut Vec<PageRun>, run| runs.push(run))?;
+        if tracker.looks_in_parts() {
+            let enough = (self.present / LAST_PART).max(1) as usize;
+            let threads = self.threads.max(channels.min(processors())).min(enough);
+            let note = |runs: &mut Vec<PageRun>, run| runs.push(run);
+            let (runs, _) = self.each(tracker, threads, note)?;
             let _ = self.last.set(runs);
         }
         Ok(())
     }
 
-    /// What is dirty in segment `number`, if all were looked at for the last time.
+    /// What is dirty in segment `number`, if it was looked at for the last time.
     pub(super) fn last(&self, number: usize) -> Option<&[PageRun]> {
-        self.last.get().map(|runs| runs[number].as_slice())
+        let runs = self.last.get().filter(|_| !self.is_untouched(number));
+        runs.map(|runs| runs[number].as_slice())
+    }
+
+    /// Whether nothing is known of segment `number` but that it had nothing when the migration
+    /// began: its tracker would report all of it.
+    fn is_untouched(&self, number: usize) -> bool {
+        self.is_unsent(number) && self.was_hole(number)
     }
 
     /// How long the last look takes, of which the threads together take `spent`, with so many
     /// `channels`.
     pub(super) fn last_look(&self, spent: Duration, channels: usize) -> Duration {
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        spent / self.threads.max(channels.min(processors)).max(1) as u32
+        spent / self.threads.max(channels.min(processors())).max(1) as u32
     }
 
     /// What `tracker` reports, by segment, and how long the threads were at it together.
     fn dirty(&self, tracker: &dyn DirtyTracker) -> Result<(Vec<u32>, Duration), TrackError> {
-        self.each(tracker, |count: &mut u32, run| *count += run.count.0 as u32)
+        let threads = if tracker.looks_in_parts() { self.threads } else { 1 };
+        self.each(tracker, threads, |count: &mut u32, run| *count += run.count.0 as u32)
     }
 
-    /// Has `note` take in the runs that `tracker` reports of each segment, cut at its ends; by
-    /// several threads where that is possible. Returns also how long they were at it together.
+    /// Has `note` take in the runs that `tracker` reports of each segment, cut at its ends, by so
+    /// many `threads`. Returns also how long they were at it together.
     fn each<T: Clone + Default + Send>(
         &self,
         tracker: &dyn DirtyTracker,
+        threads: usize,
         note: impl Fn(&mut T, PageRun) + Sync,
     ) -> Result<(Vec<T>, Duration), TrackError> {
         let mut all = vec![T::default(); self.segments.len()];
-        let threads = if tracker.looks_in_parts() { self.threads } else { 1 };
         let size = self.segments.len().div_ceil(threads).max(1);
         let parts = Mutex::new(all.chunks_mut(size).enumerate());
         let work = || {
@@ -289,7 +350,8 @@ impl SegmentTable {
         Ok((all, spent))
     }
 
-    /// The same for the segments `part`, in this thread.
+    /// The same for the segments `part`, in this thread. Nothing is said of those that have been
+    /// untouched.
     fn part<T>(
         &self,
         tracker: &dyn DirtyTracker,
@@ -297,12 +359,17 @@ impl SegmentTable {
         found: &mut [T],
         note: &impl Fn(&mut T, PageRun),
     ) -> Result<(), TrackError> {
-        let segments = &self.segments[part];
+        let (segments, number) = (&self.segments[part.clone()], part.start);
         let mut first = 0;
         while first < segments.len() {
             let block = segments[first].block;
-            let count =
-                segments[first..].iter().take_while(|segment| segment.block == block).count();
+            let follows =
+                |at: &usize| segments[*at].block == block && !self.is_untouched(number + *at);
+            let count = (first..segments.len()).take_while(follows).count();
+            if count == 0 {
+                first += 1;
+                continue;
+            }
             let own = &segments[first..first + count];
             let pages = own.iter().map(|segment| segment.run.count.0).sum();
             let (found, mut at) = (&mut found[first..first + count], 0);
@@ -334,12 +401,14 @@ impl SegmentTable {
     /// Corrects what is reported of unsent segments: nothing of what was there before; and of those
     /// that were holes what their file has now, as their pages were never made clean.
     fn correct(&self, dirty: &mut [u32]) -> Result<(), MemoryError> {
-        let untouched = |number: usize| self.is_unsent(number) && self.was_hole(number);
         let mut at = 0;
         while at < self.segments.len() {
             let (first, block) = (at, self.segments[at].block);
             // As many at once as follow upon each other: a hole of any size is one call.
-            while at < self.segments.len() && self.segments[at].block == block && untouched(at) {
+            while at < self.segments.len()
+                && self.segments[at].block == block
+                && self.is_untouched(at)
+            {
                 dirty[at] = 0;
                 at += 1;
             }
@@ -361,6 +430,10 @@ impl SegmentTable {
         }
         Ok(())
     }
+}
+
+fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Adds the pages of `run` to the `counts` of the segments `own` that they are in, from the one at
@@ -497,6 +570,37 @@ mod tests {
     }
 
     #[test]
+    fn holes_that_were_touched_are_found_wherever_they_lie_among_others() {
+        // Mutations: a stretch ends at its first hole; what lies between two is not looked at; a
+        // stretch goes over what was sent, or from one block into the next.
+        let block = |name, pages| RamBlock::anonymous(name, PageCount(pages)).unwrap();
+        let blocks = vec![block("a", 9 * SEGMENT_PAGES), block("b", 2 * SEGMENT_PAGES)];
+        let table = SegmentTable::new(Arc::new(blocks)).unwrap();
+        let touched = |holes: &[usize]| table.touched(holes.iter().copied()).unwrap();
+        // Those of one channel of two.
+        let own = [0, 2, 4, 6, 8, 10];
+        assert_eq!((touched(&own), touched(&[])), (vec![], vec![]));
+        touch(&table, 0, 4 * SEGMENT_PAGES + 7);
+        assert_eq!(touched(&own), [4]);
+        // Another channel's, and the last page of one of this one's.
+        touch(&table, 0, 5 * SEGMENT_PAGES);
+        touch(&table, 0, 7 * SEGMENT_PAGES - 1);
+        assert_eq!(touched(&own), [4, 6]);
+        table.mark_sent(5);
+        assert_eq!(touched(&own), [4, 6]);
+        assert!(touched(&[0, 2, 8, 10]).is_empty());
+        touch(&table, 1, 2 * SEGMENT_PAGES - 1);
+        assert_eq!(touched(&[0, 2, 10]), [10]);
+        // More than one in a row, at once.
+        for page in SEGMENT_PAGES - 1..2 * SEGMENT_PAGES + 1 {
+            touch(&table, 0, page);
+        }
+        assert_eq!(touched(&[0, 1, 2, 3]), [0, 1, 2]);
+        assert_eq!(touched(&[0, 2]), [0, 2]);
+        assert_eq!(touched(&[2]), [2]);
+    }
+
+    #[test]
     fn of_armed_segments_it_says_what_was_written_since() {
         let mut table = table();
         let tracker = Told(Mutex::new(vec![(0, PageRun::new(0, 2 * SEGMENT_PAGES + 10))]));
@@ -528,18 +632,18 @@ mod tests {
     }
 
     #[test]
-    fn the_last_look_is_shared_where_channels_are_few() {
-        let mut table = table();
-        let tracker =
-            Told(Mutex::new(vec![(0, PageRun::new(SEGMENT_PAGES - 1, SEGMENT_PAGES + 3))]));
-        table.threads = 4;
-        table.look_for_the_last_time(&tracker, 4).unwrap();
-        assert_eq!(table.last(0), None, "each channel looks for itself");
-        table.look_for_the_last_time(&tracker, 3).unwrap();
-        assert_eq!(table.last(0), Some(&[PageRun::new(SEGMENT_PAGES - 1, 1)][..]));
-        assert_eq!(table.last(1), Some(&[PageRun::new(SEGMENT_PAGES, SEGMENT_PAGES)][..]));
-        assert_eq!(table.last(2), Some(&[PageRun::new(2 * SEGMENT_PAGES, 2)][..]));
-        assert_eq!(table.last(3), Some(&[][..]));
+    fn the_last_look_sees_all_by_as_many_threads_as_there_are_channels() {
+        let told = vec![(0, PageRun::new(SEGMENT_PAGES - 1, SEGMENT_PAGES + 3))];
+        for (threads, channels, present) in [(1, 1, 0), (1, 3, 0), (1, 3, 3 * LAST_PART), (4, 2, 0)]
+        {
+            let mut table = table();
+            (table.threads, table.present) = (threads, present);
+            table.look_for_the_last_time(&Told(Mutex::new(told.clone())), channels).unwrap();
+            assert_eq!(table.last(0), Some(&[PageRun::new(SEGMENT_PAGES - 1, 1)][..]));
+            assert_eq!(table.last(1), Some(&[PageRun::new(SEGMENT_PAGES, SEGMENT_PAGES)][..]));
+            assert_eq!(table.last(2), Some(&[PageRun::new(2 * SEGMENT_PAGES, 2)][..]));
+            assert_eq!(table.last(3), Some(&[][..]));
+        }
     }
 
     #[test]

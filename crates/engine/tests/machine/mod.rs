@@ -55,7 +55,11 @@ pub fn bytes(blocks: &[RamBlock]) -> Vec<Vec<u8>> {
 
 /// Dirty pages as a set; the guest marks a page after it has written it.
 #[derive(Default)]
-struct Marks(Mutex<BTreeSet<(usize, u64)>>);
+struct Marks {
+    pages: Mutex<BTreeSet<(usize, u64)>>,
+    /// Each channel looks at its own.
+    only_whole: AtomicBool,
+}
 
 impl DirtyTracker for Marks {
     fn harvest(
@@ -65,7 +69,7 @@ impl DirtyTracker for Marks {
         limit: PageCount,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<PageIndex, TrackError> {
-        let mut marks = self.0.lock().unwrap();
+        let mut marks = self.pages.lock().unwrap();
         let range = (block, within.start.0)..(block, within.end().0);
         let most = if limit.0 == 0 { usize::MAX } else { limit.0 as usize };
         let pages: Vec<u64> = marks.range(range).take(most).map(|(_, page)| *page).collect();
@@ -85,8 +89,12 @@ impl DirtyTracker for Marks {
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
         let range = (block, within.start.0)..(block, within.end().0);
-        self.0.lock().unwrap().range(range).for_each(|(_, page)| found(PageRun::new(*page, 1)));
+        self.pages.lock().unwrap().range(range).for_each(|(_, page)| found(PageRun::new(*page, 1)));
         Ok(())
+    }
+
+    fn looks_in_parts(&self) -> bool {
+        !self.only_whole.load(Ordering::Relaxed)
     }
 }
 
@@ -139,6 +147,11 @@ impl Source {
     /// One whose guest is at work.
     pub fn start(busy: Duration, disks: Vec<Arc<SourceDisk>>) -> Self {
         Self::start_late(busy, disks, Duration::ZERO)
+    }
+
+    /// From here on its tracker cannot be asked of parts at once.
+    pub fn looks_at_no_parts(&self) {
+        self.marks.only_whole.store(true, Ordering::Relaxed);
     }
 
     /// What happens while the destination gets ready to load: the guest writes on for a while, and
@@ -277,7 +290,7 @@ impl SourceVm for Source {
                     let block = if early { 0 } else { rng.usize(..SIZES.len()) };
                     let page = rng.u64(..if early { EARLY } else { SIZES[block] });
                     ram[block].write(PageIndex(page), &[rng.u8(1..); 4096]).unwrap();
-                    marks.0.lock().unwrap().insert((block, page));
+                    marks.pages.lock().unwrap().insert((block, page));
                     disks.iter().for_each(|disk| disk.guest_writes(&mut rng));
                 }
             }));

@@ -169,12 +169,18 @@ impl Backing for ProcessBacking {
     }
 
     fn data_from(&self, at: u64, end: u64) -> io::Result<Option<u64>> {
-        let mut first = None;
-        self.filled(at, end, &mut |from, _| {
-            first = Some(from);
-            Ok(false)
-        })?;
-        Ok(first)
+        if at >= end {
+            return Ok(None);
+        }
+        // No further than the first page of it.
+        let (mut first, range) = ([PageRegion::default()], self.address + at..self.address + end);
+        let (count, walked) =
+            scan(self.pagemap.as_fd(), Looked::Filled, range.clone(), 0, 1, &mut first)?;
+        match count {
+            0 if walked < range.end => Err(rustix::io::Errno::SRCH.into()),
+            0 => Ok(None),
+            _ => Ok(Some(first[0].start - self.address)),
+        }
     }
 
     fn hole_from(&self, at: u64, end: u64) -> io::Result<Option<u64>> {

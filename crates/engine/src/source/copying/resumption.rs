@@ -13,9 +13,10 @@ use godwit_protocol::source::Input;
 use godwit_units::PageCount;
 use godwit_wire::Message;
 
-use super::super::channel::{Owned, Shared};
+use super::super::channel::Shared;
 use super::super::lanes::Ended;
 use super::super::outage::Outage;
+use super::super::owned::Owned;
 use super::super::session::Event;
 use super::super::{PEER, Source};
 use super::{Copying, add_channels};
