@@ -243,6 +243,14 @@ bench-secure: guest qemu ## what encryption costs (ten minutes)
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin secure
 	@$(CARGO) run --quiet --release --package godwit-bench --bin secure -- $(BENCH_SECURE)
 
+# `make bench-scale BENCH_SCALE='--sparse 1,16 --full 1 --rounds 1'` for a part.
+BENCH_SCALE ?=
+
+.PHONY: bench-scale
+bench-scale: guest qemu ## what the steps of a move cost by the size of the guest, to a terabyte; needs KVM (four minutes; 20 GiB of memory)
+	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin scale
+	@$(CARGO) run --quiet --release --package godwit-bench --bin scale -- $(BENCH_SCALE)
+
 # `make bench-upgrade BENCH_UPGRADE='--sizes 1 --rounds 2'` for a part.
 BENCH_UPGRADE ?=
 

@@ -8,6 +8,7 @@ pub mod chart;
 pub mod figures;
 pub mod fixture;
 pub mod godwit;
+pub mod growth;
 pub mod moves;
 pub mod report;
 pub mod row;

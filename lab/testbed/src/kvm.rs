@@ -54,10 +54,10 @@ impl<'a> State<'a> {
     pub(crate) fn of(
         build: &'a QemuBuild,
         guest: &'a GuestConfig,
-        cpus: u32,
+        (cpus, has_slots): (u32, bool),
     ) -> anyhow::Result<Self> {
         let tsc_khz = tsc_khz()?;
-        let kind = (guest.memory.0, guest.command_line(), cpus, tsc_khz);
+        let kind = (guest.memory.0, guest.command_line(), cpus, has_slots, tsc_khz);
         let saved = SavedState::new(build, "kvm", (FIRMWARE, GUEST_IMAGE, PLACED_BY), kind);
         Ok(Self { guest, cpus, tsc_khz, saved })
     }

@@ -14,6 +14,7 @@ use anyhow::{Context, anyhow, bail};
 use godwit_qemu::monitor::Qmp;
 use godwit_stamp::heartbeat::DiskSecond;
 use godwit_stamp::settings::ASK;
+use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
 use crate::booted;
@@ -28,6 +29,8 @@ use crate::vm_config::{Accelerator, Backend, VmConfig};
 
 /// QEMU opens its monitors before anything slow; a machine under load takes its time to load the
 /// program.
+/// MiB for which there is room beside the memory in the slots: there must be some.
+const SLOTS: u64 = 1024;
 const START_LIMIT: Duration = Duration::from_secs(30);
 
 /// A running QEMU; dropping it ends it and removes its files.
@@ -48,7 +51,11 @@ impl TestVm {
     /// When the guest's files are missing or QEMU does not come up.
     pub fn source(config: &VmConfig) -> anyhow::Result<Self> {
         if config.accelerator == Accelerator::Kvm {
-            let state = kvm::State::of(&config.build, &config.guest, config.cpus)?;
+            let state = kvm::State::of(
+                &config.build,
+                &config.guest,
+                (config.cpus, config.modules.is_some()),
+            )?;
             return Self::from_state(config, state.saved(), || Self::at_gate(config, &state));
         }
         let Some(state) = booted::state_for(config)? else {
@@ -81,6 +88,7 @@ impl TestVm {
         let bare = VmConfig {
             accelerator: Accelerator::Firmware,
             cpus: config.cpus,
+            modules: config.modules.map(|_| ByteCount::ZERO),
             ..VmConfig::new(&config.build, config.guest)
         };
         let vm = Self::start(&bare, &[], &|ram| state.fill(ram))?;
@@ -374,7 +382,12 @@ fn guest_arguments(config: &VmConfig, place: &Place) -> anyhow::Result<Vec<Strin
     std::fs::write(&firmware, kvm::FIRMWARE).context("cannot write the firmware")?;
     let firmware = firmware.display().to_string();
     // Not every KVM shows SSE3, and QEMU complains where it is missing.
-    let words = ["-accel", &accelerator, "-cpu", "qemu64,pni=off", "-bios", &firmware];
+    let cpu = match config.modules {
+        // Beyond a terabyte it takes more than the 40 bits that it has otherwise.
+        Some(size) if size > ByteCount::ZERO => "qemu64,pni=off,phys-bits=46",
+        _ => "qemu64,pni=off",
+    };
+    let words = ["-accel", &accelerator, "-cpu", cpu, "-bios", &firmware];
     Ok(words.map(str::to_owned).to_vec())
 }
 
@@ -405,11 +418,30 @@ fn arguments(config: &VmConfig, place: &Place) -> Vec<String> {
         }
         _ => ("q35,memory-backend=mem", &[]),
     };
+    let mib = |bytes: ByteCount| bytes.0 >> 20;
+    let memory = match config.modules {
+        None => format!("{}M", size >> 20),
+        Some(modules) => {
+            format!("{}M,slots=2,maxmem={}M", size >> 20, (size >> 20) + mib(modules) + SLOTS)
+        }
+    };
+    let halves = config.modules.map(|size| [size.0 / 2, size.0 - size.0 / 2].map(ByteCount));
+    let modules: Vec<String> = halves
+        .into_iter()
+        .flatten()
+        .enumerate()
+        .filter(|(_, half)| mib(*half) > 0)
+        .flat_map(|(n, half)| {
+            let memory = format!("memory-backend-ram,id=more{n},size={}M,reserve=off", mib(half));
+            let module = format!("pc-dimm,id=dimm{n},memdev=more{n}");
+            ["-object".to_owned(), memory, "-device".to_owned(), module]
+        })
+        .collect();
     let socket = |name: &str| format!("unix:{},server=on,wait=off", place.file(name).display());
     let words = [
         ["-machine", machine],
         ["-object", &backend],
-        ["-m", &format!("{}M", size >> 20)],
+        ["-m", &memory],
         ["-smp", &config.cpus.to_string()],
         ["-display", "none"],
         ["-vga", "none"],
@@ -419,5 +451,6 @@ fn arguments(config: &VmConfig, place: &Place) -> Vec<String> {
         ["-pidfile", &place.pid_file().display().to_string()],
     ];
     let flags = ["-nodefaults", "-no-reboot"];
-    words.iter().flatten().chain(nodes).chain(&flags).map(|&word| word.to_owned()).collect()
+    let words = words.iter().flatten().chain(nodes).chain(&flags);
+    words.map(|&word| word.to_owned()).chain(modules).collect()
 }

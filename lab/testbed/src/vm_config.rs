@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use godwit_units::ByteCount;
+
 use crate::disk::DiskImage;
 use crate::guest::GuestConfig;
 use crate::image::Boot;
@@ -61,6 +63,9 @@ pub struct VmConfig {
     pub ram_in: Option<PathBuf>,
     /// Places in the ring by which KVM tells of pages that were written; `None`: by bitmaps.
     pub dirty_ring: Option<u32>,
+    /// On KVM: memory in modules beside its RAM, which its guest does not use; `None`: it has no
+    /// slots for them.
+    pub modules: Option<ByteCount>,
     /// More arguments for QEMU.
     pub extra: Vec<String>,
 }
@@ -71,9 +76,21 @@ impl VmConfig {
     pub fn new(build: &QemuBuild, guest: GuestConfig) -> Self {
         let (build, backend) = (build.clone(), Backend::default());
         let (accelerator, boot) = (Accelerator::default(), Boot::default());
-        let (ram_in, dirty_ring, extra) = (None, None, Vec::new());
+        let (ram_in, dirty_ring, modules, extra) = (None, None, None, Vec::new());
         let (boots, cpus) = (false, 1);
-        Self { build, guest, accelerator, boot, boots, cpus, backend, ram_in, dirty_ring, extra }
+        Self {
+            build,
+            guest,
+            accelerator,
+            boot,
+            boots,
+            cpus,
+            backend,
+            ram_in,
+            dirty_ring,
+            modules,
+            extra,
+        }
     }
 
     /// The same on KVM, with a guest of its own that does the same work.
@@ -87,6 +104,13 @@ impl VmConfig {
     #[must_use]
     pub fn with_dirty_ring(mut self, places: u32) -> Self {
         self.dirty_ring = Some(places);
+        self
+    }
+
+    /// The same on KVM with so much more memory of QEMU's own in two modules, whole MiB each.
+    #[must_use]
+    pub fn with_modules(mut self, size: ByteCount) -> Self {
+        self.modules = Some(size);
         self
     }
 
