@@ -153,7 +153,8 @@ impl Copying {
             slips: Slips::new(source.session.made_up()),
         };
         let any_channel = common.features.contains(Feature::AnyChannel);
-        let owned = |(number, segment)| Owned::new(number, segment, &shared, direct_io);
+        let prints = fingerprints.as_ref().map(|(prints, _)| prints);
+        let owned = |numbered| Owned::new(numbered, prints, audit_began, direct_io);
         let mut owned: Vec<Owned> = segments.segments().map(owned).collect();
         let lost = match restarted {
             true => {

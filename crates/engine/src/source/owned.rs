@@ -4,12 +4,13 @@
 //! Invariant: a segment of which no page was ever dealt with takes no memory for its pages, so one
 //! that nobody has touched costs next to nothing.
 
+use std::time::Instant;
+
 use godwit_bitmap::DirtyBitmap;
-use godwit_fingerprints::{Fingerprint, SegmentFingerprints};
+use godwit_fingerprints::{Fingerprint, PageFingerprints, SegmentFingerprints};
 use godwit_memory::Segment;
 use godwit_units::{PageCount, PageIndex, PageRun};
 
-use super::channel::Shared;
 use super::frame_sender::Carried;
 use super::history::{History, SentOf};
 use super::segment_table::SegmentTable;
@@ -89,24 +90,26 @@ pub(super) struct Owned {
 }
 
 impl Owned {
-    pub(super) fn new(number: usize, segment: Segment, shared: &Shared, direct_io: bool) -> Self {
-        let fingerprints =
-            shared.fingerprints.as_ref().map(|(prints, _)| prints.segment(segment.run));
+    /// Segment `number`, of which nothing was sent; with `prints` where fingerprints are kept, and
+    /// since when things are remembered where there is to be an `audit`.
+    pub(super) fn new(
+        (number, segment): (usize, Segment),
+        prints: Option<&PageFingerprints>,
+        audit: Option<Instant>,
+        direct_io: bool,
+    ) -> Self {
         Self {
             number,
             segment,
             held: Pages::default(),
             named: false,
-            fingerprints,
+            fingerprints: prints.map(|prints| prints.segment(segment.run)),
             recent: direct_io.then(Pages::default),
             unacknowledged: Pages::default(),
             round: 0,
             carried: Some(Carried::new()),
             owed: Pages::default(),
-            history: shared
-                .audit
-                .as_ref()
-                .map(|(_, began)| Box::new(History::new(segment, *began))),
+            history: audit.map(|began| Box::new(History::new(segment, began))),
         }
     }
 

@@ -273,8 +273,8 @@ impl SegmentTable {
         self.judge(dirty, spent)
     }
 
-    /// With the guest stopped: looks at all segments at once, where the tracker lets that be done in
-    /// parts. A look at each by its channel would be a system call for each, which takes longer
+    /// With the guest stopped: looks at all segments at once, where the tracker lets that be done
+    /// in parts. A look at each by its channel would be a system call for each, which takes longer
     /// than what it looks at where pages are huge. With at least as many threads as there are
     /// `channels`, but for little memory, for which it does not pay to start another.
     pub(super) fn look_for_the_last_time(
