@@ -14,6 +14,7 @@ use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 use godwit_wire::digest;
 
 use crate::Interrupt;
+use crate::threads::processors;
 
 /// Pages in a chunk: 1 MiB, which fits a core's second-level cache.
 pub(crate) const CHUNK_PAGES: u64 = 256;
@@ -106,7 +107,7 @@ pub(crate) fn digests(
             done.push((first, digests?));
         }
     };
-    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let threads = processors();
     let threads = threads.min(THREADS_LIMIT).min(total.div_ceil(BATCH));
     let parts = std::thread::scope(|scope| {
         // With fewer threads than there are processors it only takes longer.

@@ -19,6 +19,11 @@ const NICER: i32 = 5;
 /// The least priority.
 const LEAST: i32 = 19;
 
+/// How many threads work at once, at the most; one, where the system does not say.
+pub(crate) fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// Starts `run` in a thread called `name`.
 pub(crate) fn start<T: Send + 'static>(
     name: &'static str,

@@ -330,11 +330,10 @@ impl Channel {
                 Some(found) => found.iter().filter_map(|it| it.intersect(run)).for_each(note),
                 None => self.shared.tracker.look(block, run, AsOf::Round, &mut note)?,
             }
-            // Data may have landed since in those that are recent.
-            for again in [Some(&owned.owed), owned.recent.as_ref()].into_iter().flatten() {
-                for run in again.runs() {
-                    left.set(run);
-                }
+            owned.owed.add_to(&mut left);
+            // Data may have landed there since.
+            if let Some(recent) = &owned.recent {
+                recent.add_to(&mut left);
             }
         }
         let pages = PageRun::new(0, run.count.0);
@@ -623,9 +622,7 @@ impl Channel {
         let Segment { block, run } = owned.segment;
         let blocks = Arc::clone(&self.shared.blocks);
         let mut holes = DirtyBitmap::new(run.count);
-        for run in owned.held.runs() {
-            holes.set(run);
-        }
+        owned.held.add_to(&mut holes);
         let mut hint = self.hint;
         for data in blocks[block].data(run, &mut hint) {
             let data = data?;

@@ -22,6 +22,7 @@ use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 use super::owned::Owned;
 use crate::EngineError;
+use crate::threads::processors;
 
 /// Pages read at once, 1 MiB: each read of another process costs the kernel a look at it, and few
 /// pages are looked up at once (docs/benchmarks.md).
@@ -47,7 +48,7 @@ pub(super) fn look_back(
         }
         Ok(())
     };
-    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let threads = processors();
     let threads = threads.min(THREADS_LIMIT).min(segments.len());
     std::thread::scope(|scope| {
         // With fewer threads than there are processors it only takes longer.

@@ -50,6 +50,13 @@ impl Pages {
         }
     }
 
+    /// All of them are among `pages`, of the same segment, as well.
+    pub(super) fn add_to(&self, pages: &mut DirtyBitmap) {
+        if let Some(own) = &self.0 {
+            pages.union(own);
+        }
+    }
+
     /// How many there are.
     pub(super) fn count(&self) -> PageCount {
         self.0.as_ref().map_or(PageCount::ZERO, |pages| pages.count())

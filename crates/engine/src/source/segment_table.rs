@@ -17,6 +17,7 @@ use godwit_track::{AsOf, DirtyTracker, TrackError};
 use godwit_units::{PageCount, PageRun};
 
 use crate::EngineError;
+use crate::threads::processors;
 
 /// How long memory is made clean before it is sent for the first time, at the most.
 pub(super) const ARMING: Duration = Duration::from_millis(500);
@@ -430,10 +431,6 @@ impl SegmentTable {
         }
         Ok(())
     }
-}
-
-fn processors() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Adds the pages of `run` to the `counts` of the segments `own` that they are in, from the one at

@@ -99,28 +99,26 @@ const TABLE: Table<Row> = Table(&[
     Column { head: "dest. MiB", width: 9, cell: |row| figure(row.destination_mib, 0) },
 ]);
 
-/// A guest of `gib` GiB that has touched next to nothing.
-fn sparse(build: &QemuBuild, gib: u64) -> VmConfig {
+/// A machine whose guest has `memory` and fills `fill` of it.
+fn machine(build: &QemuBuild, memory: u64, fill: u64) -> VmConfig {
     let guest = GuestConfig {
+        memory: ByteCount(memory),
         mode: Mode::Rate,
         working_set: ByteCount(64 << 20),
-        fill: ByteCount(256 << 20),
-        ..GuestConfig::standard()
-    };
-    let config = VmConfig::new(build, guest).on_kvm().with_backend(Backend::Anonymous);
-    config.with_modules(ByteCount((gib - 1) * GIB))
-}
-
-/// One of `gib` GiB that has used three quarters of it.
-fn full(build: &QemuBuild, gib: u64) -> VmConfig {
-    let guest = GuestConfig {
-        memory: ByteCount(gib * GIB),
-        mode: Mode::Rate,
-        working_set: ByteCount(64 << 20),
-        fill: ByteCount(gib * GIB / 4 * 3),
+        fill: ByteCount(fill),
         ..GuestConfig::standard()
     };
     VmConfig::new(build, guest).on_kvm().with_backend(Backend::Anonymous)
+}
+
+/// One of `gib` GiB whose guest has touched next to nothing.
+fn sparse(build: &QemuBuild, gib: u64) -> VmConfig {
+    machine(build, GIB, GIB / 4).with_modules(ByteCount((gib - 1) * GIB))
+}
+
+/// One of `gib` GiB whose guest has used three quarters of it.
+fn full(build: &QemuBuild, gib: u64) -> VmConfig {
+    machine(build, gib * GIB, gib * GIB / 4 * 3)
 }
 
 fn one_move(
