@@ -112,6 +112,19 @@ pub fn await_copying(migrate: &Running) -> anyhow::Result<()> {
     migrate.wait_for("copying", LIMIT, copying).map(drop)
 }
 
+/// Waits until `godwit`, or its guardian, has complained of `words`.
+///
+/// # Errors
+/// When neither does.
+pub fn await_words(godwit: &Running, words: &str) -> anyhow::Result<()> {
+    let until = Instant::now() + LIMIT;
+    while !godwit.errors().contains(words) {
+        ensure!(Instant::now() < until, "'{words}' is not in: {}", godwit.errors());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
 /// Checks that a migration has come to a good end: the guest runs at the destination, counts on and
 /// finds no damage.
 ///

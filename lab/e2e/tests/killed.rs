@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{
-    LIMIT, Pair, await_copying, check_moved, check_refused, check_settings, check_untouched,
-    ends_with_its_guardian, oldest,
+    LIMIT, Pair, await_copying, await_words, check_moved, check_refused, check_settings,
+    check_untouched, ends_with_its_guardian, oldest,
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
@@ -52,16 +52,6 @@ fn await_end(godwit: &Running) -> anyhow::Result<Instant> {
         std::thread::sleep(Duration::from_millis(1));
     }
     Ok(Instant::now())
-}
-
-/// Waits until `godwit`, or its guardian, has complained of `words`.
-fn await_words(godwit: &Running, words: &str) -> anyhow::Result<()> {
-    let until = Instant::now() + LIMIT;
-    while !godwit.errors().contains(words) {
-        ensure!(Instant::now() < until, "'{words}' is not in: {}", godwit.errors());
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    Ok(())
 }
 
 fn second_attempt(pair: &mut Pair) -> anyhow::Result<()> {

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{
-    LIMIT, Pair, await_copying, await_quit, check_refused, check_untouched, ends_with_its_guardian,
-    oldest,
+    LIMIT, Pair, await_alone, await_copying, await_quit, await_words, check_refused,
+    check_untouched, ends_with_its_guardian, oldest,
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{Backend, Godwit, GuestConfig, Movable, TestVm, VmConfig, builds_for};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// A pair with RAM in files, and one with the QEMU's own.
 fn pairs(test: &str) -> anyhow::Result<Vec<Pair>> {
@@ -132,6 +132,62 @@ fn a_guest_whose_godwit_and_guardian_were_killed_is_this_sides() -> anyhow::Resu
         check_untouched(&mut pair.source)?;
     }
     Ok(())
+}
+
+/// Pauses the guest at the source, before a destination that has just begun.
+fn pause(pair: &mut Pair) -> anyhow::Result<()> {
+    if pair.source.status()? != "running" {
+        pair.source.resume()?;
+        pair.destination = TestVm::destination(pair.source.config())?;
+    }
+    pair.source.qmp().execute("stop", json!({}))?;
+    ensure!(pair.source.status()? == "paused");
+    Ok(())
+}
+
+#[test]
+fn a_paused_guest_that_stays_postmigrate_is_told_of() -> anyhow::Result<()> {
+    const TOLD: &str = "QEMU calls it 'postmigrate' instead of 'paused'";
+    let builds = builds_for("a_paused_guest_that_stays_postmigrate_is_told_of");
+    if builds.is_empty() {
+        return Ok(());
+    }
+    // With memory of QEMU's own it stays `paused`: the devices are not saved by a migration of
+    // QEMU's that comes to its end.
+    let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate)))?;
+
+    // By `migrate`, whose destination fails.
+    pause(&mut pair)?;
+    let (_receive, address) =
+        pair.godwit.receive(&pair.destination, &["--fault", "kill-after-load"])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, &[])?.wait(LIMIT)?;
+    ensure!(migrate.last()["guest"] == "source", "{}", migrate.last());
+    ensure!(migrate.errors.contains(TOLD), "{}", migrate.errors);
+    ensure!(pair.source.status()? == "postmigrate");
+
+    // By the guardian of one that is killed.
+    pause(&mut pair)?;
+    let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, &["--fault", "kill-after-ready"])?;
+    await_words(&migrate, TOLD)?;
+    await_alone(&pair.source)?;
+    ensure!(pair.source.status()? == "postmigrate");
+
+    // By `recover`, of one that is in doubt.
+    pause(&mut pair)?;
+    let (mut receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    killed(&pair, &address, "kill-before-commit")?;
+    receive.kill();
+    await_quit(&mut pair.destination)?;
+    let name = pair.source.vm_name();
+    let words = ["recover", "--vm", &name, "--guest", "here", "--json"];
+    let settled = pair.godwit.done(&words)?;
+    let said: Value = serde_json::from_slice(&settled.stdout)?;
+    ensure!(said["remark"].as_str().is_some_and(|it| it.contains(TOLD)), "{said}");
+    ensure!(pair.source.status()? == "postmigrate");
+
+    pair.source.resume()?;
+    check_untouched(&mut pair.source)
 }
 
 #[test]

@@ -311,6 +311,7 @@ impl FrameSender {
         drop(wire);
         self.statistics.raw += ByteCount(raw as u64);
         let spent = self.clock.lap();
+        tracing::trace!(connection = number, segment, ?codec, raw, wire = length, ?spent, "frame");
         self.chooser.queued(spent.queued, spent.cpu);
         self.chooser.batch(&Batch {
             segment,

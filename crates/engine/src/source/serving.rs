@@ -183,6 +183,7 @@ impl Serving {
         self.serve_by(source.session.for_memory(), "server", handle, move || {
             // To who sends what somebody waits for, and to guests.
             threads::yields();
+            sender.begin();
             while !stop.load(Ordering::Relaxed) {
                 let Some((block, run)) = table.next(UNASKED) else { break };
                 send(&mut sender, &table, block, run)?;

@@ -9,9 +9,12 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-/// The clocks of one thread.
+use rustix::thread::{Pid, gettid};
+
+/// The clocks of the thread that began last.
 #[derive(Debug, Default)]
 pub(super) struct ThreadClock {
+    thread: Option<Pid>,
     schedstat: Option<File>,
     last: Option<Reading>,
 }
@@ -37,7 +40,9 @@ pub(super) struct Spent {
 impl ThreadClock {
     /// Begins to measure the calling thread.
     pub(super) fn begin(&mut self) {
-        if self.schedstat.is_none() {
+        let thread = Some(gettid());
+        if self.thread != thread {
+            self.thread = thread;
             // A kernel without it: the thread then waits for the link longer than it does.
             self.schedstat = File::open("/proc/thread-self/schedstat").ok();
         }
@@ -46,6 +51,7 @@ impl ThreadClock {
 
     /// What the calling thread, which began, spent since it was asked last.
     pub(super) fn lap(&mut self) -> Spent {
+        debug_assert!(self.thread.is_none_or(|it| it == gettid()), "another thread began");
         let now = self.read();
         let Some(last) = self.last.replace(now) else { return Spent::default() };
         let queued = now.queued.saturating_sub(last.queued);
@@ -112,6 +118,8 @@ mod tests {
         let queued = std::thread::scope(|scope| {
             let busy = || {
                 let mut clock = ThreadClock::default();
+                // Mutation: the clock goes on with the thread in which it began first.
+                std::thread::scope(|scope| scope.spawn(|| clock.begin()).join().unwrap());
                 clock.begin();
                 let began = Instant::now();
                 while began.elapsed() < Duration::from_millis(200) {
