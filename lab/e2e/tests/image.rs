@@ -139,7 +139,7 @@ fn a_disk_that_is_stamped_while_it_is_moved_is_whole_and_a_flipped_bit_is_found(
     let disk = DiskImage::create("raw", DISK).unwrap();
     let (_, mut vm) = boot_and_move_twice(&config.with_disk("disk0", &disk));
     // What is under way ends first.
-    vm.qmp().execute("stop", Value::Null).unwrap();
+    vm.pause().unwrap();
     drop(vm);
     let (code, found) = checked(&disk);
     assert_eq!((code, &found["bugs"]), (Some(0), &json!(0)), "{found}");

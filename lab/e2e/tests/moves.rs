@@ -10,7 +10,7 @@ use godwit_testbed::{
     builds_in_turn_for, images_for,
 };
 use godwit_units::ByteCount;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// An image on shared storage.
 const SHARED: ByteCount = ByteCount(32 << 20);
@@ -108,7 +108,7 @@ fn a_paused_guest_arrives_paused() -> anyhow::Result<()> {
         return Ok(());
     }
     let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate)))?;
-    pair.source.qmp().execute("stop", json!({}))?;
+    pair.source.pause()?;
     let (migrate, _) = pair.migrate(&["--verify"])?;
     assert_eq!(migrate.last()["outcome"], "migrated", "{}", migrate.errors);
     assert_eq!(pair.destination.status()?, "paused");

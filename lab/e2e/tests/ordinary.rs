@@ -117,7 +117,7 @@ fn a_source_that_is_kept_stands_and_a_paused_guest_arrives_paused() -> anyhow::R
         builds_in_turn_for("a_source_that_is_kept_stands_and_a_paused_guest_arrives_paused")
     {
         let mut pair = Pair::start(&config(&build, Mode::Rate, Backend::Anonymous))?;
-        pair.source.qmp().execute("stop", serde_json::Value::Null)?;
+        pair.source.pause()?;
         let (migrate, _) = pair.migrate(&["--verify", "--keep-source"])?;
         ensure!(migrate.last()["outcome"] == "migrated", "{}", migrate.errors);
         ensure!(pair.source.status()? == "paused", "{}", pair.source.status()?);

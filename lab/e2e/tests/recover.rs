@@ -11,7 +11,7 @@ use godwit_e2e::{
 };
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{Backend, Godwit, GuestConfig, Movable, TestVm, VmConfig, builds_for};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// A pair with RAM in files, and one with the QEMU's own.
 fn pairs(test: &str) -> anyhow::Result<Vec<Pair>> {
@@ -140,7 +140,7 @@ fn pause(pair: &mut Pair) -> anyhow::Result<()> {
         pair.source.resume()?;
         pair.destination = TestVm::destination(pair.source.config())?;
     }
-    pair.source.qmp().execute("stop", json!({}))?;
+    pair.source.pause()?;
     ensure!(pair.source.status()? == "paused");
     Ok(())
 }

@@ -96,7 +96,7 @@ fn a_copy_is_the_same_unless_the_guest_has_written_since() -> anyhow::Result<()>
         std::thread::sleep(Duration::from_secs(3));
         check_other(&mut pair, &["holds something else"])?;
 
-        pair.source.qmp().execute("stop", json!({}))?;
+        pair.source.pause()?;
         std::fs::copy(own.path(), copy.path())?;
         let (migrate, receive) = pair.migrate(&["--verify"])?;
         ensure!(migrate.last()["outcome"] == "migrated", "{} {}", migrate.last(), migrate.errors);

@@ -15,7 +15,6 @@ use godwit_testbed::{
     Backend, Boot, DiskImage, GuestConfig, TestVm, VmConfig, Witness, builds_for, images_for,
 };
 use godwit_units::{ByteCount, PAGE_SIZE};
-use serde_json::json;
 
 /// How long a guest has to come up, and a witness to tell.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -72,9 +71,9 @@ pub fn damage(witness: Witness) -> anyhow::Result<Option<Told>> {
         pages += match &image {
             Some(image) => strike_disk(&open(&image.path())?, &mut random)?,
             None => {
-                vm.qmp().execute("stop", json!({}))?;
+                vm.pause()?;
                 let struck = strike_patterns(&open(vm.ram_file())?, &mut random)?;
-                vm.qmp().execute("cont", json!({}))?;
+                vm.resume()?;
                 struck
             }
         };

@@ -315,6 +315,14 @@ impl TestVm {
         let _ = self.child.wait();
     }
 
+    /// Asks QEMU to stop the guest.
+    ///
+    /// # Errors
+    /// When QEMU refuses.
+    pub fn pause(&mut self) -> anyhow::Result<()> {
+        self.qmp.execute("stop", json!({})).map(drop).map_err(Into::into)
+    }
+
     /// Asks QEMU to run the guest on.
     ///
     /// # Errors

@@ -415,7 +415,7 @@ fn the_granularity_follows_what_the_guest_has_written() {
         let config = VmConfig::new(&build, guest).with_disk("disk0", &images[0]);
         let mut vm = TestVm::source(&config).unwrap();
         vm.wait_ready(LIMIT).unwrap();
-        vm.qmp().execute("stop", Value::Null).unwrap();
+        vm.pause().unwrap();
         let stats = vm.qmp().execute("query-blockstats", Value::Null).unwrap();
         let number = |key: &str| stats[0]["stats"][key].as_u64().unwrap();
         let mean = number("wr_bytes") / number("wr_operations");

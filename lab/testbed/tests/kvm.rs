@@ -18,7 +18,6 @@ use godwit_testbed::{
 };
 use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_vcpu_throttle::VcpuThrottle;
-use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(120);
 
@@ -177,7 +176,7 @@ fn a_harvest_leaves_alone_what_nobody_wrote() {
         // What it reads comes back, and then nothing changes any more.
         harvest();
         vm.wait_for_heartbeats_after(Instant::now(), 10, LIMIT).unwrap();
-        vm.qmp().execute("stop", Value::Null).unwrap();
+        vm.pause().unwrap();
         harvest();
         let before = mapped_by_kvm(debug.dir(), &vm);
         assert!(before > 1000, "the guest has come to use its memory: {before} pages");
