@@ -75,6 +75,7 @@ impl Arriving {
         let come: Vec<_> = waits.since.range(range).map(|(at, since)| (*at, *since)).collect();
         for (at, since) in come {
             waits.since.remove(&at);
+            tracing::trace!(block, page = at.1, waited = ?(now - since), "came");
             if waits.answered.len() < MOST_ANSWERS {
                 waits.answered.push(now - since);
             }
@@ -267,6 +268,7 @@ impl Asking {
             let now = Instant::now();
             let mut waits = arriving.waits();
             for (block, page) in &found {
+                tracing::trace!(block, page = page.0, "somebody waits");
                 waits.since.entry((*block, page.0)).or_insert(now);
             }
             drop(waits);

@@ -10,8 +10,9 @@
 //! ```
 //!
 //! Invariants: pages that somebody waits for never wait behind others, as they have a connection of
-//! their own without a limit of bandwidth. Nothing is sent unasked before the guest runs. Only
-//! the destination's word that all is in place ends it.
+//! their own without a limit of bandwidth; where one waits, its neighbours go along behind it.
+//! Nothing is sent unasked before the guest runs. Only the destination's word that all is in place
+//! ends it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -50,6 +51,11 @@ const READ: u64 = 16;
 const WANTED_AT_ONCE: usize = 64;
 /// How often whoever waits for wishes looks whether it is over: the command waits for that.
 const LOOK: Duration = Duration::from_millis(5);
+/// For how long what the guest asks for has the hosts for itself when it begins to run: it needs
+/// some tens of pages to go on, each of which comes in the time of a round trip, or in many times
+/// that where threads that stream want the same processors. Over a long way it would wait for more
+/// of them if nothing came unasked.
+const ALONE: Duration = Duration::from_millis(15);
 /// Between two attempts to connect again, at the most: nobody gives up, so it may go on for hours.
 const SLOWEST_RETRY: Duration = Duration::from_secs(1);
 
@@ -149,8 +155,9 @@ impl Serving {
         source.handle.follows();
         self.began = Instant::now();
         self.idle.begin();
+        let alone = if source.session.is_long_way() { Duration::ZERO } else { ALONE };
         for (sender, handle) in senders {
-            self.stream(source, sender, handle)?;
+            self.stream(source, (sender, handle), self.began + alone)?;
         }
         Ok(())
     }
@@ -170,12 +177,12 @@ impl Serving {
         })
     }
 
-    /// Sends by `sender` what is left.
+    /// Sends by `sender` what is left, from `due` on.
     fn stream(
         &mut self,
         source: &Source<'_>,
-        mut sender: FrameSender,
-        handle: Stream,
+        (mut sender, handle): (FrameSender, Stream),
+        due: Instant,
     ) -> Result<(), EngineError> {
         let (table, stop) = (Arc::clone(&self.table), Arc::clone(&self.stop));
         // Each page is placed once, and is the same whenever it comes.
@@ -183,6 +190,7 @@ impl Serving {
         self.serve_by(source.session.for_memory(), "server", handle, move || {
             // To who sends what somebody waits for, and to guests.
             threads::yields();
+            std::thread::sleep(due.saturating_duration_since(Instant::now()));
             sender.begin();
             while !stop.load(Ordering::Relaxed) {
                 let Some((block, run)) = table.next(UNASKED) else { break };
@@ -307,7 +315,7 @@ impl Serving {
         for (stream, handle) in streams {
             let segments = self.table.segments();
             let sender = FrameSender::new(stream, self.link.clone(), segments);
-            self.stream(source, sender, handle)?;
+            self.stream(source, (sender, handle), Instant::now())?;
         }
         self.idle.begin();
         Ok(())
@@ -425,7 +433,8 @@ pub(super) fn loses_guest(error: &EngineError) -> bool {
     by_peer || matches!(error, EngineError::Ended(_))
 }
 
-/// Sends pages that somebody waits for, each in a frame of its own, until nobody can ask any more.
+/// Sends pages that somebody waits for, each in a frame of its own and its neighbours in another,
+/// until nobody can ask any more.
 fn answer(
     sender: &mut FrameSender,
     table: &ToServe,
@@ -441,7 +450,12 @@ fn answer(
         for page in pages {
             table.ask(block, page)?;
             asked.fetch_add(1, Ordering::Relaxed);
-            send(sender, table, block as usize, PageRun::new(page.0, 1))?;
+            let number = block as usize;
+            send(sender, table, number, PageRun::new(page.0, 1))?;
+            sender.flush()?;
+            for run in table.neighbours(number, page) {
+                send(sender, table, number, run)?;
+            }
             sender.flush()?;
         }
     }
@@ -505,5 +519,53 @@ fn await_missing(source: &mut Source<'_>) -> Result<Vec<DirtyBitmap>, EngineErro
         if last {
             return Ok(list.into_missing());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use godwit_codec::Codec;
+    use godwit_memory::RamBlock;
+    use godwit_wire::PageFrame;
+
+    use super::*;
+    use crate::compression::{Codecs, Compression};
+    use crate::limiter::Limiter;
+    use crate::link::FrameReader;
+    use crate::source::live::Live;
+
+    #[test]
+    fn what_is_asked_for_comes_alone_and_its_neighbours_behind_it() {
+        // Mutations: the neighbours are left out, are in its frame, or go before it.
+        let block = RamBlock::anonymous("ram", PageCount(100)).unwrap();
+        let mut missing = DirtyBitmap::new(PageCount(100));
+        missing.set(PageRun::new(0, 100));
+        let table = ToServe::new(&Arc::new(vec![block]), vec![missing]);
+        let link = Link {
+            limiter: Arc::new(Limiter::new(None, 1)),
+            live: Arc::new(Live::new(Compression::Fixed(Codec::None))),
+            sent: Arc::default(),
+            codecs: Codecs::NONE,
+        };
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut sender = FrameSender::new(Stream::from(ours), link, table.segments());
+        let (wants, wanted) = mpsc::channel();
+        wants.send((0, vec![PageIndex(42), PageIndex(45)])).unwrap();
+        drop(wants);
+        let asked = AtomicU64::new(0);
+        answer(&mut sender, &table, &wanted, (&AtomicBool::new(false), &asked)).unwrap();
+        drop(sender);
+        let mut reader = FrameReader::new(Stream::from(theirs), PEER);
+        let mut frame = || {
+            let (header, payload) = reader.frame().unwrap();
+            let frame = PageFrame::decode(&header, payload).unwrap();
+            frame.runs(frame.data).map(|(run, _)| (run.run.start.0, run.run.count.0)).collect()
+        };
+        let frames: [Vec<(u64, u64)>; 3] = std::array::from_fn(|_| frame());
+        // One that has gone along as a neighbour is asked for meanwhile, and goes once more.
+        assert_eq!(frames, [vec![(42, 1)], vec![(40, 2), (43, 5)], vec![(45, 1)]]);
+        assert_eq!(asked.into_inner(), 2);
     }
 }

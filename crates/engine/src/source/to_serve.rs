@@ -13,6 +13,11 @@ use godwit_units::{PageCount, PageIndex, PageRun};
 use super::PEER;
 use crate::EngineError;
 
+/// Pages that are sent together where somebody waits for one of them, in groups that begin at a
+/// multiple of it: 32 KiB. Whoever was stopped goes on with its page tables, its stack and what it
+/// had at hand, which lie close together.
+const NEIGHBOURS: u64 = 8;
+
 pub(super) struct ToServe {
     blocks: Arc<Vec<RamBlock>>,
     /// The number of each block's first segment.
@@ -78,6 +83,23 @@ impl ToServe {
         state.unsent[block].clear(PageRun::new(page.0, 1));
         state.at = (block, PageIndex(page.0 + 1));
         Ok(())
+    }
+
+    /// The neighbours of a page that was asked for which were not sent yet, in runs: they are to be
+    /// sent right behind it.
+    pub(super) fn neighbours(&self, block: usize, page: PageIndex) -> Vec<PageRun> {
+        let unsent = &mut self.state().unsent[block];
+        let first = page.0 - page.0 % NEIGHBOURS;
+        let end = (first + NEIGHBOURS).min(unsent.len().0);
+        let mut runs = Vec::new();
+        let mut at = PageIndex(first);
+        while let Some(run) = unsent.next_run(at).filter(|run| run.start.0 < end) {
+            let run = PageRun::new(run.start.0, run.count.0.min(end - run.start.0));
+            unsent.clear(run);
+            runs.push(run);
+            at = run.end();
+        }
+        runs
     }
 
     /// The next run of pages to be sent unasked, of `most` at the most, with their block; `None`
@@ -146,6 +168,22 @@ mod tests {
         assert_eq!((table.next(64), table.unsent()), (None, PageCount::ZERO));
         // One that is on its way is sent all the same.
         table.ask(1, PageIndex(99)).unwrap();
+    }
+
+    #[test]
+    fn neighbours_are_what_was_not_sent_of_a_group() {
+        // Mutations: those that were sent are named, those beyond the group or the block are, and
+        // they are not taken for sent.
+        let table = table();
+        table.ask(1, PageIndex(13)).unwrap();
+        assert_eq!(table.next(1), Some((1, PageRun::new(14, 1))));
+        let runs = [PageRun::new(8, 5), PageRun::new(15, 1)];
+        assert_eq!(table.neighbours(1, PageIndex(13)), runs);
+        assert_eq!(table.neighbours(1, PageIndex(13)), []);
+        assert_eq!(table.unsent(), PageCount(103 - 8));
+        // The block ends within its group.
+        assert_eq!(table.neighbours(0, PageIndex(9)), []);
+        assert_eq!(table.neighbours(0, PageIndex(4)), [PageRun::new(2, 3)]);
     }
 
     #[test]
