@@ -11,7 +11,7 @@ use godwit_track::{AddressSpace, Mapper, other_writers, threads_of};
 
 use crate::QemuError;
 use crate::monitor::commands::{
-    Human, Migration, QomGet, QomList, QueryAccelerators, QueryBlock, QueryCpus, QueryJobs,
+    Block, Human, Migration, QomGet, QomList, QueryAccelerators, QueryBlock, QueryCpus, QueryJobs,
     QueryKvm, QueryMigrate, QueryNodes, QueryStatus,
 };
 use crate::monitor::{Monitor, QmpError};
@@ -121,10 +121,10 @@ impl Machine {
         if through.exists() { through } else { path.to_owned() }
     }
 
-    /// Refuses what cannot be migrated from here. Looks at this QEMU alone, for a few milliseconds;
-    /// [`Self::check_writers`] looks at all other processes. Returns the devices whose back ends
-    /// are processes of their own.
-    pub(crate) fn check_source(&mut self) -> Result<Vec<Front>, QemuError> {
+    /// Refuses what cannot be migrated from here. Looks at this QEMU alone, for a few milliseconds,
+    /// and asks it each question once, as each takes up to one of them; [`Self::check_writers`]
+    /// looks at all other processes.
+    pub(crate) fn check_source(&mut self) -> Result<Parts, QemuError> {
         let Migration { blocked_reasons, .. } = self.qmp.run(&QueryMigrate)?;
         let devices = self.devices()?;
         check_devices(&devices)?;
@@ -133,7 +133,10 @@ impl Machine {
         vhost_user::check_blockers(blocked_reasons, fronts.as_deref().unwrap_or_default())?;
         self.check_descriptors()?;
         self.check_jobs()?;
-        fronts
+        let fronts = fronts?;
+        let drives = self.qmp.run(&QueryBlock)?;
+        let direct_io = self.direct_io(&drives)?;
+        Ok(Parts { fronts, direct_io, named: named(devices, drives) })
     }
 
     /// Refuses a QEMU that works on its images by itself (`query-jobs`).
@@ -171,22 +174,6 @@ impl Machine {
             }
         }
         Ok(false)
-    }
-
-    /// What the machine consists of, as far as a destination must have the same: devices, and the
-    /// images of drives.
-    pub(crate) fn parts(&mut self) -> Result<BTreeSet<String>, QmpError> {
-        let devices = self.devices()?;
-        let mut parts: BTreeSet<String> = devices
-            .into_iter()
-            .map(|(_, name, kind)| format!("device '{name}' ({kind})"))
-            .collect();
-        for drive in self.qmp.run(&QueryBlock)? {
-            let file = drive.inserted.map(|inserted| inserted.file).unwrap_or_default();
-            let name = if drive.device.is_empty() { drive.qdev } else { drive.device };
-            parts.insert(format!("image {file} of drive '{name}'"));
-        }
-        Ok(parts)
     }
 
     /// All plugged devices.
@@ -232,17 +219,33 @@ impl Machine {
     }
 
     /// Whether a disk uses direct I/O into guest memory.
-    pub(crate) fn direct_io(&mut self) -> Result<bool, QemuError> {
-        if self.qmp.run(&QueryNodes::FLAT)?.iter().any(|node| node.cache.direct) {
-            return Ok(true);
-        }
+    fn direct_io(&mut self, drives: &[Block]) -> Result<bool, QmpError> {
         // Drives made by -drive show the setting at the drive.
-        let drives = self.qmp.run(&QueryBlock)?;
-        Ok(drives
-            .iter()
-            .filter_map(|drive| drive.inserted.as_ref())
-            .any(|medium| medium.cache.direct))
+        let mut media = drives.iter().filter_map(|drive| drive.inserted.as_ref());
+        Ok(media.any(|medium| medium.cache.direct)
+            || self.qmp.run(&QueryNodes::FLAT)?.iter().any(|node| node.cache.direct))
     }
+}
+
+/// What a machine consists of, as far as a migration from it has to know.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Parts {
+    /// The devices whose back ends are processes of their own.
+    pub(crate) fronts: Vec<Front>,
+    /// Whether a disk writes guest memory by direct I/O.
+    pub(crate) direct_io: bool,
+    /// What a destination must have the same: devices, and the images of drives.
+    pub(crate) named: BTreeSet<String>,
+}
+
+fn named(devices: Vec<Plugged>, drives: Vec<Block>) -> BTreeSet<String> {
+    let device = |(_, name, kind): Plugged| format!("device '{name}' ({kind})");
+    let image = |drive: Block| {
+        let file = drive.inserted.map(|inserted| inserted.file).unwrap_or_default();
+        let name = if drive.device.is_empty() { drive.qdev } else { drive.device };
+        format!("image {file} of drive '{name}'")
+    };
+    devices.into_iter().map(device).chain(drives.into_iter().map(image)).collect()
 }
 
 /// Looks at the types of all plugged devices.

@@ -34,9 +34,11 @@ pub(super) fn consider(
     mut offer: Offer,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<Accepted, EngineError> {
-    let (order, disks) = compare(session, vm, options, &offer)?;
+    let Fitting { order, disks, awaits } = compare(session, vm, options, &offer)?;
     let sinks = open_disks(vm, &disks, &options.disks)?;
-    leave_out_post_copy(vm, options, &mut offer);
+    if !awaits {
+        leave_out_post_copy(&mut offer);
+    }
     // Of who only asks, and never part of a session, whatever is offered.
     offer.features = offer.features.without(Feature::Facts);
     if offer.verify && !disks.is_empty() && readers(vm, disks.len())?.is_none() {
@@ -80,7 +82,9 @@ pub(super) fn answer_inquiry(
     session.interrupt().silence();
     vm.inquired().map_err(EngineError::Uncertain)?;
     let mut offer = offer.clone();
-    leave_out_post_copy(vm, options, &mut offer);
+    if compared.as_ref().is_ok_and(|fitting| !fitting.awaits) {
+        leave_out_post_copy(&mut offer);
+    }
     let offer = &offer;
     let answer = match &compared {
         Ok(_) => accept(&session, options, offer),
@@ -144,14 +148,22 @@ fn be_tried(session: &Session<'_>, vm: &dyn DestinationVm, notice: &mut dyn FnMu
     }
 }
 
-/// Compares an offer with what is here: the number here of each RAM block of the source, and the
-/// disks.
+/// What fits of an offer.
+struct Fitting {
+    /// The number here of each RAM block of the source.
+    order: Vec<usize>,
+    disks: Vec<Disk>,
+    /// Whether the guest can run here before all of its pages have come, if that was offered.
+    awaits: bool,
+}
+
+/// Compares an offer with what is here. The source is asked last: meanwhile it foresees that.
 fn compare(
     session: &Session<'_>,
     vm: &mut dyn DestinationVm,
     options: &Options,
     offer: &Offer,
-) -> Result<(Vec<usize>, Vec<Disk>), EngineError> {
+) -> Result<Fitting, EngineError> {
     let names = offer.blocks.iter().map(|block| block.name.as_str()).collect();
     let mut asked = 0;
     asking(session, &mut asked, |ask| vm.offered(&names, ask))?.map_err(EngineError::Vm)?;
@@ -161,16 +173,17 @@ fn compare(
     let common = session.common_features(offer.features);
     let wanted = offer.features.contains(Feature::PostCopyWanted);
     let safe = common.contains(Feature::PostCopySafe);
-    if common.contains(Feature::PostCopy) && (wanted || safe) {
-        match cannot_await(vm, options) {
-            Some(why) if wanted => {
-                let words =
-                    format!("the guest cannot run here before all of its pages have come: {why}");
-                return Err(EngineError::Layout(words));
-            }
-            None if safe => find_safe_place(session, options).map_err(EngineError::Layout)?,
-            _ => {}
+    let offered = offer.features.contains(Feature::PostCopy);
+    let refusal = if offered { cannot_await(vm, options) } else { None };
+    match &refusal {
+        _ if !common.contains(Feature::PostCopy) => {}
+        Some(why) if wanted => {
+            let words =
+                format!("the guest cannot run here before all of its pages have come: {why}");
+            return Err(EngineError::Layout(words));
         }
+        None if safe => find_safe_place(session, options).map_err(EngineError::Layout)?,
+        _ => {}
     }
     let disks = layout::disks(offer).map_err(EngineError::Layout)?;
     if let (true, Some(disk)) = (options.disks.is_none(), disks.first()) {
@@ -179,7 +192,7 @@ fn compare(
     }
     asking(session, &mut asked, |ask| vm.compare(ask))?
         .map_err(|error| EngineError::Layout(error.to_string()))?;
-    Ok((order, disks))
+    Ok(Fitting { order, disks, awaits: refusal.is_none() })
 }
 
 /// Why the guest of `vm` cannot run before all of its pages have come, if it cannot.
@@ -208,10 +221,8 @@ fn find_safe_place(session: &Session<'_>, options: &Options) -> Result<(), Strin
 }
 
 /// What cannot be done here is left out of what the session has.
-fn leave_out_post_copy(vm: &mut dyn DestinationVm, options: &Options, offer: &mut Offer) {
-    if offer.features.contains(Feature::PostCopy) && cannot_await(vm, options).is_some() {
-        offer.features = offer.features.without(Feature::PostCopy).without(Feature::PostCopySafe);
-    }
+fn leave_out_post_copy(offer: &mut Offer) {
+    offer.features = offer.features.without(Feature::PostCopy).without(Feature::PostCopySafe);
 }
 
 /// Whether all memory that the guest may come to use has room here.

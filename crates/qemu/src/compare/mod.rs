@@ -150,8 +150,10 @@ pub(crate) fn compare(
     realized: &Realized,
     ask: &mut Ask<'_>,
 ) -> Result<(), VmError> {
+    // The source looks at what it will be asked for: so long it need not be asked.
+    let here = Picture::with(realized, &mut *machine.qmp).map_err(QemuError::from)?;
     let Told { picture, disks } = put(&Question::Picture, ask, "its machine")?;
-    compare_machines(&mut *machine.qmp, realized, picture, ask)?;
+    compare_machines(&mut *machine.qmp, &here, &picture, ask)?;
     let disks = match disks {
         Some(told) => serde_json::from_value(told).map_err(|_| QemuError::Unclear("its disks"))?,
         None => put(&Question::Disks, ask, "its disks")?,
@@ -161,17 +163,16 @@ pub(crate) fn compare(
 
 fn compare_machines(
     qmp: &mut dyn Monitor,
-    realized: &Realized,
-    source: Picture,
+    here: &Picture,
+    source: &Picture,
     ask: &mut Ask<'_>,
 ) -> Result<(), VmError> {
-    let here = Picture::with(realized, qmp).map_err(QemuError::from)?;
     // QEMU makes a list of all that it has, which takes it a while.
-    let machines = match differ::is_same_machine(&source, &here) {
+    let machines = match differ::is_same_machine(source, here) {
         true => BTreeSet::new(),
         false => machines(qmp).map_err(QemuError::from)?,
     };
-    let mut found = differ::differences(&source, &here, &machines);
+    let mut found = differ::differences(source, here, &machines);
     found.retain(|difference| !is_allowed(&difference.key, &source.allowed));
     if found.is_empty() {
         return Ok(());
@@ -179,7 +180,7 @@ fn compare_machines(
     if found.iter().any(|difference| difference.key == "cpu.features") {
         let theirs: Vec<String> = put(&Question::Features, ask, "its processors")?;
         let own = picture::feature_names(qmp).map_err(QemuError::from)?;
-        differ::name_features(&mut found, &source, &theirs, &own);
+        differ::name_features(&mut found, source, &theirs, &own);
     }
     Err(QemuError::Different(in_words(&found)).into())
 }

@@ -69,7 +69,7 @@ fn vhost_user_devices_are_found_wherever_they_are() {
         let found = machine(&answers).check_source();
         found.map(|found| {
             let words = |front: &Front| format!("{front} {} {}", front.listens, front.connected);
-            found.iter().map(words).collect::<Vec<_>>().join("; ")
+            found.fronts.iter().map(words).collect::<Vec<_>>().join("; ")
         })
     };
     let found = told(false).unwrap();
@@ -86,7 +86,7 @@ fn vhost_user_devices_are_found_wherever_they_are() {
     let refused = machine(&answers).check_source().unwrap_err().to_string();
     assert!(refused.contains("does not tell of its queues"), "{refused}");
     let plain = json!(" \\ net0: index=0,type=user,net=10.0.2.0,restrict=off");
-    assert_eq!(machine(&[("info network", plain)]).check_source().unwrap(), []);
+    assert_eq!(machine(&[("info network", plain)]).check_source().unwrap(), Parts::default());
 }
 
 #[test]
@@ -99,6 +99,36 @@ fn what_writes_memory_unseen_is_known_by_the_file_that_is_open() {
     {
         assert!(!writes_unseen(file), "{file}");
     }
+}
+
+#[test]
+fn a_look_at_a_source_asks_each_question_once_and_tells_of_drives() {
+    // Mutations: devices or drives are asked for once more, only nodes or only drives are looked at
+    // for direct I/O, or images are left out of what the destination must have.
+    let look = |at_drive: bool, at_node: bool| {
+        let cache =
+            |direct: bool| json!({ "direct": direct, "writeback": true, "no-flush": false });
+        let medium = json!({ "file": "/srv/a.raw", "ro": false, "cache": cache(at_drive),
+            "image": { "filename": "/srv/a.raw", "format": "raw", "virtual-size": 4096 } });
+        let node = json!([{ "node-name": "n", "drv": "raw", "cache": cache(at_node) }]);
+        let answers = [
+            ("/machine/peripheral", json!([{ "name": "d", "type": "child<virtio-blk-pci>" }])),
+            ("query-block", json!([{ "device": "a", "qdev": "d", "inserted": medium }])),
+            ("query-named-block-nodes", node),
+        ];
+        let stand_in = StandIn::new(&answers);
+        let told = Arc::clone(&stand_in.told);
+        let parts = Machine::behind(Box::new(stand_in)).unwrap().check_source().unwrap();
+        let asked: Vec<String> =
+            told.lock().unwrap().iter().map(|(command, of)| format!("{command} {of}")).collect();
+        let once: BTreeSet<_> = asked.iter().collect();
+        assert_eq!(once.len(), asked.len(), "{asked:?}");
+        parts
+    };
+    let named = ["device 'd' (virtio-blk-pci)", "image /srv/a.raw of drive 'a'"];
+    assert_eq!(look(false, false).named, named.map(str::to_owned).into());
+    let direct = |at_drive, at_node| look(at_drive, at_node).direct_io;
+    assert!(direct(true, false) && direct(false, true) && !direct(false, false));
 }
 
 #[test]
@@ -119,7 +149,7 @@ fn a_qemu_that_would_end_for_it_is_not_asked_of_a_file_system() {
         let found = Machine::behind(Box::new(stand_in)).unwrap().check_source();
         let told = told.lock().unwrap();
         let asked = told.iter().any(|(command, _)| command == "x-query-virtio-status");
-        (found.map(|fronts| fronts.len()).map_err(|error| error.to_string()), asked)
+        (found.map(|found| found.fronts.len()).map_err(|error| error.to_string()), asked)
     };
     let features =
         |name: &str| json!({ "vhost-dev": { "protocol-features": { "protocols": [name] } } });

@@ -177,6 +177,7 @@ impl Qmp {
         if !arguments.is_null() {
             request["arguments"] = arguments;
         }
+        tracing::trace!(command, "asked");
         let line = format!("{request}\n");
         let io = |source: io::Error| match source.kind() {
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
@@ -236,6 +237,7 @@ impl Qmp {
                 return Err(QmpError::refused(command, error));
             }
             if message["id"] == *id {
+                tracing::trace!(command, "answered");
                 return Ok(message["return"].clone());
             }
             self.keep_event(&message);

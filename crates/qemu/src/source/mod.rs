@@ -50,7 +50,7 @@ use crate::guard::{self, Guard, Left, Stage};
 use crate::left;
 use crate::libvirt::SourceDomain;
 use crate::limits::Limits;
-use crate::machine::{self, Machine, Reporting};
+use crate::machine::{self, Machine, Parts, Reporting};
 use crate::mark::{LEFT, record_in};
 use crate::monitor::commands::{AnnounceSelf, CloseFd, QueryMigrate};
 use crate::monitor::{Event, Monitor, QmpError, Queued};
@@ -695,21 +695,20 @@ impl QemuSource {
         }
         let looking = Instant::now();
         self.lock()?;
-        let fronts = self.machine.check_source()?;
+        let Parts { fronts, direct_io, named } = self.machine.check_source()?;
         if let Some(back_ends) = &self.back_ends {
             back_ends.check_unchanged()?;
         }
-        if self.machine.direct_io()? && !self.direct_io {
+        if direct_io && !self.direct_io {
             return Err(QemuError::Changed("a disk was switched to direct I/O"));
         }
         if self.nested_refused {
             self.machine.check_nested()?;
         }
-        let parts = self.machine.parts()?;
-        if let Some(new) = parts.difference(&self.parts).next() {
+        if let Some(new) = named.difference(&self.parts).next() {
             return Err(QemuError::NotTheSame(format!("{new} was added")));
         }
-        if let Some(gone) = self.parts.difference(&parts).next() {
+        if let Some(gone) = self.parts.difference(&named).next() {
             return Err(QemuError::NotTheSame(format!("{gone} was removed")));
         }
         // The RAM of devices stays where it is as long as these are there, wherever the guest has
