@@ -122,9 +122,18 @@ impl Machine {
     }
 
     /// Refuses what cannot be migrated from here. Looks at this QEMU alone, for a few milliseconds,
-    /// and asks it each question once, as each takes up to one of them; [`Self::check_writers`]
+    /// and asks it no question twice, since one takes up to a millisecond; [`Self::check_writers`]
     /// looks at all other processes.
-    pub(crate) fn check_source(&mut self) -> Result<Parts, QemuError> {
+    pub(crate) fn check_source(&mut self) -> Result<Seen, QemuError> {
+        let (devices, fronts) = self.check_memory()?;
+        let drives = self.qmp.run(&QueryBlock)?;
+        let direct_io = self.direct_io(&drives)?;
+        Ok(Seen { fronts, direct_io, parts: parts(devices, drives) })
+    }
+
+    /// The same where its memory alone counts: no image is looked at, whose storage may be gone.
+    /// Returns all plugged devices, and those whose back ends are processes of their own.
+    pub(crate) fn check_memory(&mut self) -> Result<(Vec<Plugged>, Vec<Front>), QemuError> {
         let Migration { blocked_reasons, .. } = self.qmp.run(&QueryMigrate)?;
         let devices = self.devices()?;
         check_devices(&devices)?;
@@ -133,10 +142,7 @@ impl Machine {
         vhost_user::check_blockers(blocked_reasons, fronts.as_deref().unwrap_or_default())?;
         self.check_descriptors()?;
         self.check_jobs()?;
-        let fronts = fronts?;
-        let drives = self.qmp.run(&QueryBlock)?;
-        let direct_io = self.direct_io(&drives)?;
-        Ok(Parts { fronts, direct_io, named: named(devices, drives) })
+        Ok((devices, fronts?))
     }
 
     /// Refuses a QEMU that works on its images by itself (`query-jobs`).
@@ -227,18 +233,19 @@ impl Machine {
     }
 }
 
-/// What a machine consists of, as far as a migration from it has to know.
+/// What a look at a source has shown.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Parts {
+pub(crate) struct Seen {
     /// The devices whose back ends are processes of their own.
     pub(crate) fronts: Vec<Front>,
     /// Whether a disk writes guest memory by direct I/O.
     pub(crate) direct_io: bool,
-    /// What a destination must have the same: devices, and the images of drives.
-    pub(crate) named: BTreeSet<String>,
+    /// What the machine consists of, as far as a destination must have the same: devices, and the
+    /// images of drives.
+    pub(crate) parts: BTreeSet<String>,
 }
 
-fn named(devices: Vec<Plugged>, drives: Vec<Block>) -> BTreeSet<String> {
+fn parts(devices: Vec<Plugged>, drives: Vec<Block>) -> BTreeSet<String> {
     let device = |(_, name, kind): Plugged| format!("device '{name}' ({kind})");
     let image = |drive: Block| {
         let file = drive.inserted.map(|inserted| inserted.file).unwrap_or_default();

@@ -64,6 +64,8 @@ use crate::uapi::{self, Message};
 
 /// Placed without a look at what was discarded meanwhile, and while whoever asks for a page waits.
 const PLACED_AT_ONCE: u64 = 16;
+/// Fewer pages at once come with one that somebody waits for, and others may wait behind them.
+const SHORT: u64 = 8;
 /// How often messages are read when nothing is awaited any more.
 const READ_EVERY: Duration = Duration::from_millis(1);
 /// How long messages of this process's own threads are read when nothing is registered any more:
@@ -557,7 +559,7 @@ impl MissingPages {
             // Looked at and filled under one lock: what is told of as discarded in between would
             // be filled with what it was before.
             let mut state =
-                if pages.count.0 == 1 { self.urgent_state() } else { self.state_in_turn() };
+                if pages.count.0 < SHORT { self.urgent_state() } else { self.state_in_turn() };
             let end = pages.end().0.min(at.0 + PLACED_AT_ONCE);
             let part = PageRun::new(at.0, end - at.0);
             let wanted = state.awaited.get(block).and_then(|awaited| {

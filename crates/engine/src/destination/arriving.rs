@@ -73,12 +73,15 @@ impl Arriving {
         let mut waits = self.waits();
         let range = (block, run.start.0)..(block, run.end().0);
         let come: Vec<_> = waits.since.range(range).map(|(at, since)| (*at, *since)).collect();
-        for (at, since) in come {
+        for &(at, since) in &come {
             waits.since.remove(&at);
-            tracing::trace!(block, page = at.1, waited = ?(now - since), "came");
             if waits.answered.len() < MOST_ANSWERS {
                 waits.answered.push(now - since);
             }
+        }
+        drop(waits);
+        for ((_, page), since) in come {
+            tracing::trace!(block, page, waited = ?(now - since), "came");
         }
         Ok(())
     }
@@ -266,9 +269,11 @@ impl Asking {
                 return self.failed(error);
             }
             let now = Instant::now();
-            let mut waits = arriving.waits();
             for (block, page) in &found {
                 tracing::trace!(block, page = page.0, "somebody waits");
+            }
+            let mut waits = arriving.waits();
+            for (block, page) in &found {
                 waits.since.entry((*block, page.0)).or_insert(now);
             }
             drop(waits);

@@ -157,7 +157,8 @@ struct Fitting {
     awaits: bool,
 }
 
-/// Compares an offer with what is here. The source is asked last: meanwhile it foresees that.
+/// Compares an offer with what is here. What the source is asked to compare comes last: until then
+/// it looks at its own machine.
 fn compare(
     session: &Session<'_>,
     vm: &mut dyn DestinationVm,

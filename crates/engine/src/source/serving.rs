@@ -4,15 +4,15 @@
 //! ```text
 //!  destination                                   source
 //!    Wanted (control) ───────────────────────▶   reader ──▶ urgent thread
-//!    place, wake  ◀══════════════ its own channel, one frame a page
+//!    place, wake  ◀══════════════ its own channel, one frame a page, then its neighbours
 //!    place        ◀══════════════ the channels of memory, near what was asked for first
 //!    Placed (control) ───────────────────────▶   the end
 //! ```
 //!
 //! Invariants: pages that somebody waits for never wait behind others, as they have a connection of
-//! their own without a limit of bandwidth; where one waits, its neighbours go along behind it.
-//! Nothing is sent unasked before the guest runs. Only the destination's word that all is in place
-//! ends it.
+//! their own without a limit of bandwidth; neighbours go along behind them while nobody waits for
+//! another, and where there is no limit that they would exceed. Nothing else is sent unasked before
+//! the guest runs. Only the destination's word that all is in place ends it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,7 +22,6 @@ use std::time::{Duration, Instant};
 
 use godwit_bitmap::DirtyBitmap;
 use godwit_codec::is_zero;
-use godwit_memory::DataHint;
 use godwit_protocol::source::Input;
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use godwit_wire::{AbortCode, Content, Message};
@@ -37,6 +36,7 @@ use super::{PEER, Source};
 use crate::address::Stream;
 use crate::cells::Cell;
 use crate::handle::Own;
+use crate::limiter::Limiter;
 use crate::missing::MissingList;
 use crate::report::{PostCopyMeasures, Progress, Stage};
 use crate::{EngineError, limits, threads};
@@ -155,9 +155,9 @@ impl Serving {
         source.handle.follows();
         self.began = Instant::now();
         self.idle.begin();
-        let alone = if source.session.is_long_way() { Duration::ZERO } else { ALONE };
+        let due = self.began + alone(source.session.is_long_way());
         for (sender, handle) in senders {
-            self.stream(source, (sender, handle), self.began + alone)?;
+            self.stream(source, (sender, handle), due)?;
         }
         Ok(())
     }
@@ -172,8 +172,9 @@ impl Serving {
         let (table, stop, asked) =
             (Arc::clone(&self.table), Arc::clone(&self.stop), Arc::clone(&self.asked));
         let mut sender = FrameSender::new(stream, self.link.urgent(), table.segments());
+        let limiter = Arc::clone(&self.link.limiter);
         self.serve_by(source.session.for_memory(), "urgent", handle, move || {
-            answer(&mut sender, &table, &wanted, (&stop, &asked))
+            answer(&mut sender, (&table, &limiter), &wanted, (&stop, &asked))
         })
     }
 
@@ -433,26 +434,38 @@ pub(super) fn loses_guest(error: &EngineError) -> bool {
     by_peer || matches!(error, EngineError::Ended(_))
 }
 
-/// Sends pages that somebody waits for, each in a frame of its own and its neighbours in another,
-/// until nobody can ask any more.
+/// For how long nothing streams when the guest begins to run.
+fn alone(long_way: bool) -> Duration {
+    if long_way { Duration::ZERO } else { ALONE }
+}
+
+/// Sends pages that somebody waits for, each in a frame of its own, until nobody can ask any more;
+/// and their neighbours, while nobody waits for another page and the `limiter` has no limit.
 fn answer(
     sender: &mut FrameSender,
-    table: &ToServe,
+    (table, limiter): (&ToServe, &Limiter),
     wanted: &Receiver<Wanted>,
     (stop, asked): (&AtomicBool, &AtomicU64),
 ) -> Result<(), EngineError> {
+    let mut next = None;
     while !stop.load(Ordering::Relaxed) {
-        let (block, pages) = match wanted.recv_timeout(LOOK) {
+        let (block, pages) = match next.take().map_or_else(|| wanted.recv_timeout(LOOK), Ok) {
             Ok(wanted) => wanted,
             Err(RecvTimeoutError::Timeout) => continue,
             Err(RecvTimeoutError::Disconnected) => break,
         };
-        for page in pages {
-            table.ask(block, page)?;
+        let number = block as usize;
+        for page in &pages {
+            table.ask(block, *page)?;
             asked.fetch_add(1, Ordering::Relaxed);
-            let number = block as usize;
             send(sender, table, number, PageRun::new(page.0, 1))?;
             sender.flush()?;
+        }
+        for page in pages {
+            next = wanted.try_recv().ok();
+            if next.is_some() || limiter.share().is_some() {
+                break;
+            }
             for run in table.neighbours(number, page) {
                 send(sender, table, number, run)?;
             }
@@ -471,8 +484,7 @@ fn send(
 ) -> Result<(), EngineError> {
     let (block, segment) = (table.block(number), table.segment(number, run.start));
     let mut at = run.start;
-    let mut hint = DataHint::default();
-    for data in block.data(run, &mut hint) {
+    for data in block.data_coarse(run) {
         let data = data?;
         name_zero(sender, (number, segment), at, data.start)?;
         at = data.start;
@@ -528,44 +540,67 @@ mod tests {
 
     use godwit_codec::Codec;
     use godwit_memory::RamBlock;
+    use godwit_units::Rate;
     use godwit_wire::PageFrame;
 
     use super::*;
     use crate::compression::{Codecs, Compression};
-    use crate::limiter::Limiter;
     use crate::link::FrameReader;
     use crate::source::live::Live;
 
-    #[test]
-    fn what_is_asked_for_comes_alone_and_its_neighbours_behind_it() {
-        // Mutations: the neighbours are left out, are in its frame, or go before it.
+    /// The frames, as runs of pages, in which `wishes` are answered under a limit of `rate`.
+    fn frames(rate: Option<Rate>, wishes: &[&[u64]]) -> Vec<Vec<(u64, u64)>> {
         let block = RamBlock::anonymous("ram", PageCount(100)).unwrap();
         let mut missing = DirtyBitmap::new(PageCount(100));
         missing.set(PageRun::new(0, 100));
         let table = ToServe::new(&Arc::new(vec![block]), vec![missing]);
+        let limiter = Arc::new(Limiter::new(rate, 1));
         let link = Link {
-            limiter: Arc::new(Limiter::new(None, 1)),
+            limiter: Arc::clone(&limiter),
             live: Arc::new(Live::new(Compression::Fixed(Codec::None))),
             sent: Arc::default(),
             codecs: Codecs::NONE,
         };
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let mut sender = FrameSender::new(Stream::from(ours), link, table.segments());
+        let mut sender = FrameSender::new(Stream::from(ours), link.urgent(), table.segments());
         let (wants, wanted) = mpsc::channel();
-        wants.send((0, vec![PageIndex(42), PageIndex(45)])).unwrap();
+        for pages in wishes {
+            wants.send((0, pages.iter().map(|page| PageIndex(*page)).collect())).unwrap();
+        }
         drop(wants);
-        let asked = AtomicU64::new(0);
-        answer(&mut sender, &table, &wanted, (&AtomicBool::new(false), &asked)).unwrap();
+        let (stop, asked) = (AtomicBool::new(false), AtomicU64::new(0));
+        answer(&mut sender, (&table, &limiter), &wanted, (&stop, &asked)).unwrap();
         drop(sender);
+        assert_eq!(asked.into_inner(), wishes.concat().len() as u64);
         let mut reader = FrameReader::new(Stream::from(theirs), PEER);
-        let mut frame = || {
-            let (header, payload) = reader.frame().unwrap();
+        let mut frames = Vec::new();
+        while let Ok((header, payload)) = reader.frame() {
             let frame = PageFrame::decode(&header, payload).unwrap();
-            frame.runs(frame.data).map(|(run, _)| (run.run.start.0, run.run.count.0)).collect()
-        };
-        let frames: [Vec<(u64, u64)>; 3] = std::array::from_fn(|_| frame());
-        // One that has gone along as a neighbour is asked for meanwhile, and goes once more.
-        assert_eq!(frames, [vec![(42, 1)], vec![(40, 2), (43, 5)], vec![(45, 1)]]);
-        assert_eq!(asked.into_inner(), 2);
+            let runs = frame.runs(frame.data).map(|(run, _)| (run.run.start.0, run.run.count.0));
+            frames.push(runs.collect());
+        }
+        frames
+    }
+
+    #[test]
+    fn what_is_asked_for_comes_alone_and_its_neighbours_when_nobody_waits() {
+        // Mutations: neighbours are left out, are in the frame of their page, or go before another
+        // that somebody waits for.
+        let around = vec![(40, 2), (43, 2), (46, 2)];
+        assert_eq!(frames(None, &[&[42, 45]]), [vec![(42, 1)], vec![(45, 1)], around]);
+        let around = vec![(88, 2), (91, 5)];
+        assert_eq!(frames(None, &[&[42], &[90]]), [vec![(42, 1)], vec![(90, 1)], around]);
+    }
+
+    #[test]
+    fn no_neighbour_goes_beyond_a_limit_of_bandwidth() {
+        // Mutation: the limit is not looked at.
+        assert_eq!(frames(Some(Rate::from_bytes_per_second(1e6)), &[&[42]]), [[(42, 1)]]);
+    }
+
+    #[test]
+    fn nothing_streams_at_first_but_over_a_long_way() {
+        // Mutations: always, never, or the other way round.
+        assert_eq!((alone(false), alone(true)), (ALONE, Duration::ZERO));
     }
 }

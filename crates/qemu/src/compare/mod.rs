@@ -150,7 +150,7 @@ pub(crate) fn compare(
     realized: &Realized,
     ask: &mut Ask<'_>,
 ) -> Result<(), VmError> {
-    // The source looks at what it will be asked for: so long it need not be asked.
+    // Meanwhile the source looks at its own machine, and is asked when this one is known.
     let here = Picture::with(realized, &mut *machine.qmp).map_err(QemuError::from)?;
     let Told { picture, disks } = put(&Question::Picture, ask, "its machine")?;
     compare_machines(&mut *machine.qmp, &here, &picture, ask)?;

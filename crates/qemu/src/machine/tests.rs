@@ -86,7 +86,7 @@ fn vhost_user_devices_are_found_wherever_they_are() {
     let refused = machine(&answers).check_source().unwrap_err().to_string();
     assert!(refused.contains("does not tell of its queues"), "{refused}");
     let plain = json!(" \\ net0: index=0,type=user,net=10.0.2.0,restrict=off");
-    assert_eq!(machine(&[("info network", plain)]).check_source().unwrap(), Parts::default());
+    assert_eq!(machine(&[("info network", plain)]).check_source().unwrap(), Seen::default());
 }
 
 #[test]
@@ -118,17 +118,28 @@ fn a_look_at_a_source_asks_each_question_once_and_tells_of_drives() {
         ];
         let stand_in = StandIn::new(&answers);
         let told = Arc::clone(&stand_in.told);
-        let parts = Machine::behind(Box::new(stand_in)).unwrap().check_source().unwrap();
+        let seen = Machine::behind(Box::new(stand_in)).unwrap().check_source().unwrap();
         let asked: Vec<String> =
             told.lock().unwrap().iter().map(|(command, of)| format!("{command} {of}")).collect();
         let once: BTreeSet<_> = asked.iter().collect();
         assert_eq!(once.len(), asked.len(), "{asked:?}");
-        parts
+        seen
     };
-    let named = ["device 'd' (virtio-blk-pci)", "image /srv/a.raw of drive 'a'"];
-    assert_eq!(look(false, false).named, named.map(str::to_owned).into());
+    let parts = ["device 'd' (virtio-blk-pci)", "image /srv/a.raw of drive 'a'"];
+    assert_eq!(look(false, false).parts, parts.map(str::to_owned).into());
     let direct = |at_drive, at_node| look(at_drive, at_node).direct_io;
     assert!(direct(true, false) && direct(false, true) && !direct(false, false));
+}
+
+#[test]
+fn who_sends_what_is_missing_looks_at_no_image() {
+    // Mutation: `check_memory` asks for drives, as `check_source` does: QEMU looks at their images
+    // then, and the storage may be gone.
+    let stand_in = StandIn::new(&[]);
+    let told = Arc::clone(&stand_in.told);
+    Machine::behind(Box::new(stand_in)).unwrap().check_memory().unwrap();
+    let told = told.lock().unwrap();
+    assert!(!told.iter().any(|(command, _)| command.contains("block")), "{told:?}");
 }
 
 #[test]

@@ -234,6 +234,7 @@ impl Qmp {
             }
             self.taken_over &= message["id"] != *id;
             if let Some(error) = message.get("error") {
+                tracing::trace!(command, %error, "refused");
                 return Err(QmpError::refused(command, error));
             }
             if message["id"] == *id {

@@ -8,7 +8,7 @@ use godwit_memory::RamBlock;
 
 use super::back_ends::{BackEnds, pids};
 use crate::device_ram::DeviceRam;
-use crate::machine::{Machine, Parts, is_over};
+use crate::machine::{Machine, Seen, is_over};
 use crate::ram::{Ram, StateBy};
 use crate::{QemuError, guard, left};
 
@@ -63,7 +63,7 @@ pub(crate) fn examine(machine: &mut Machine) -> Result<Examined, QemuError> {
         return Err(QemuError::SourceState { state: migration, cure });
     }
     let looking = Instant::now();
-    let Parts { fronts, direct_io, named } = machine.check_source()?;
+    let Seen { fronts, direct_io, parts } = machine.check_source()?;
     let alone = !fronts.is_empty();
     let Ram { blocks, state_by, device_ram } = Ram::of_source(machine, alone)?;
     let ram = Arc::new(blocks);
@@ -82,7 +82,7 @@ pub(crate) fn examine(machine: &mut Machine) -> Result<Examined, QemuError> {
         looked,
         processes_looked,
         direct_io,
-        parts: named,
+        parts,
         vcpus,
     })
 }
@@ -90,7 +90,7 @@ pub(crate) fn examine(machine: &mut Machine) -> Result<Examined, QemuError> {
 /// Looks at a QEMU whose guest has left without all of its memory, or is about to, and where the
 /// godwit was killed that saw to it: only its memory counts.
 pub(super) fn examine_left(machine: &mut Machine) -> Result<Examined, QemuError> {
-    let Parts { fronts, .. } = machine.check_source()?;
+    let (_, fronts) = machine.check_memory()?;
     let Ram { blocks, state_by, device_ram } = Ram::of_source(machine, !fronts.is_empty())?;
     Ok(Examined {
         ram: Arc::new(blocks),

@@ -50,7 +50,7 @@ use crate::guard::{self, Guard, Left, Stage};
 use crate::left;
 use crate::libvirt::SourceDomain;
 use crate::limits::Limits;
-use crate::machine::{self, Machine, Parts, Reporting};
+use crate::machine::{self, Machine, Reporting, Seen};
 use crate::mark::{LEFT, record_in};
 use crate::monitor::commands::{AnnounceSelf, CloseFd, QueryMigrate};
 use crate::monitor::{Event, Monitor, QmpError, Queued};
@@ -695,7 +695,7 @@ impl QemuSource {
         }
         let looking = Instant::now();
         self.lock()?;
-        let Parts { fronts, direct_io, named } = self.machine.check_source()?;
+        let Seen { fronts, direct_io, parts } = self.machine.check_source()?;
         if let Some(back_ends) = &self.back_ends {
             back_ends.check_unchanged()?;
         }
@@ -705,10 +705,10 @@ impl QemuSource {
         if self.nested_refused {
             self.machine.check_nested()?;
         }
-        if let Some(new) = named.difference(&self.parts).next() {
+        if let Some(new) = parts.difference(&self.parts).next() {
             return Err(QemuError::NotTheSame(format!("{new} was added")));
         }
-        if let Some(gone) = self.parts.difference(&named).next() {
+        if let Some(gone) = self.parts.difference(&parts).next() {
             return Err(QemuError::NotTheSame(format!("{gone} was removed")));
         }
         // The RAM of devices stays where it is as long as these are there, wherever the guest has
