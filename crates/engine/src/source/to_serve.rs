@@ -89,16 +89,10 @@ impl ToServe {
     /// sent right behind it.
     pub(super) fn neighbours(&self, block: usize, page: PageIndex) -> Vec<PageRun> {
         let unsent = &mut self.state().unsent[block];
-        let first = page.0 - page.0 % NEIGHBOURS;
-        let end = first + NEIGHBOURS;
+        let group = PageRun::new(page.0 - page.0 % NEIGHBOURS, NEIGHBOURS);
         let mut runs = Vec::new();
-        let mut at = PageIndex(first);
-        while let Some(run) = unsent.next_run(at).filter(|run| run.start.0 < end) {
-            let run = PageRun::new(run.start.0, run.count.0.min(end - run.start.0));
-            unsent.clear(run);
-            runs.push(run);
-            at = run.end();
-        }
+        unsent.for_each_run_in(group, |run| runs.push(run));
+        unsent.clear(group);
         runs
     }
 
