@@ -61,7 +61,7 @@ test: guest qemu previous nats ## run all tests, those with real QEMUs and guest
 	@scripts/run-tests.sh
 
 .PHONY: deb
-deb: ## make the Debian packages godwit and godwit-stamp: target/deb/NAME_VERSION_ARCHITECTURE.deb
+deb: ## make the Debian packages godwit, godwitd and godwit-stamp: target/deb/NAME_VERSION_ARCHITECTURE.deb
 	@$(CARGO) run --quiet --package xtask -- deb
 
 .PHONY: test-long

@@ -1,9 +1,9 @@
-//! `make deb`: the Debian packages: one of the command and of the daemon, with their manual,
-//! completions and documents, and one of `godwit-stamp`, which goes into guests.
+//! `make deb`: the Debian packages: one of the command and one of the daemon, each with its manual,
+//! completions, units and documents, and one of `godwit-stamp`, which goes into guests.
 //!
 //! Keeps two promises: what is in a package was made by the programs in it; and a package says what
-//! its programs need: the least version of the C library that they were built against, or nothing
-//! where they are static.
+//! its programs need: the least version of the C library that they were built against, the command
+//! that the daemon runs, or nothing where they are static.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,6 +20,17 @@ const PLACE: &str = "/usr/bin/godwit-stamp";
 /// Where the unit says to read on.
 const DOCUMENT: &str = "docs/stamp.md";
 const STAMP_DOCUMENTS: &str = "/usr/share/doc/godwit-stamp";
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The release from which on the daemon has a package of its own. Older packages of the command may
+/// have the daemon's files, and so may those that were made of this one before it was out.
+const PARTED: &str = "0.2.0";
+/// Where packages put the guides, that of the daemon too: they name each other.
+const GUIDES: &str = "usr/share/doc/godwit/docs";
+/// The one of the daemon.
+const DAEMON_GUIDE: &str = "godwitd.md";
+/// What the names of the daemon's units begin with.
+const DAEMON_UNITS: &str = "godwitd.";
+const UNITS: &str = "usr/lib/systemd/system";
 /// What a program has that the kernel is to load together with others (ELF, `PT_INTERP`).
 const INTERPRETER: u32 = 3;
 
@@ -52,7 +63,7 @@ impl Wish {
     }
 }
 
-/// Makes the packages, and prints their paths last, that of the command behind the other.
+/// Makes the packages, and prints their paths last, that of the command behind the others.
 pub(crate) fn build(words: impl Iterator<Item = String>) -> anyhow::Result<()> {
     let Wish { binary, stamp, out } = Wish::from(words)?;
     apt::ensure_present()?;
@@ -64,42 +75,72 @@ pub(crate) fn build(words: impl Iterator<Item = String>) -> anyhow::Result<()> {
         Some(binary) => binary,
         None => release()?,
     };
-    let packages = [stamp_package(&stamp, &out)?, command_package(&binary, &out)?];
+    let packages = [
+        stamp_package(&stamp, &out)?,
+        daemon_package(&binary.with_file_name("godwitd"), &out)?,
+        command_package(&binary, &out)?,
+    ];
     for package in packages {
         println!("{}", package.display());
     }
     Ok(())
 }
 
-/// The package of `binary`, and of the daemon beside it.
+/// The package of the command `binary`.
 fn command_package(binary: &Path, out: &Path) -> anyhow::Result<PathBuf> {
     let root = out.join("root");
     apt::empty(&root)?;
     let program = root.join("usr/bin/godwit");
-    let daemon = root.join("usr/bin/godwitd");
     stripped(binary, &program)?;
-    stripped(&binary.with_file_name("godwitd"), &daemon)?;
     manual(&program, &root.join("usr/share/man/man1"))?;
-    let page = root.join("usr/share/man/man8/godwitd.8");
-    write(&page, &apt::output(Command::new(&daemon).arg("--man"))?)?;
-    compress(&page)?;
     completions(&program, &["completions"], &root.join("usr/share"))?;
-    completions(&daemon, &["--completions"], &root.join("usr/share"))?;
-    documents(&root.join("usr/share/doc/godwit"))?;
-    units(&root.join("usr/lib/systemd/system"))?;
-    let library =
-        apt::output(Command::new("dpkg-query").args(["-W", "-f", "${Version}", "libc6"]))?;
-    // `2.36-9+deb12u10` and its successors of one release do the same.
-    let library = library.split(['-', '+']).next().context("no version of libc6")?;
+    documents(&root)?;
+    units(&root.join(UNITS), |name| !name.starts_with(DAEMON_UNITS))?;
     let needs = format!(
-        "Depends: libc6 (>= {library}), libgcc-s1\n\
-         Suggests: libvirt0, qemu-system-x86\n"
+        "Depends: {}\n\
+         Suggests: godwitd, libvirt0, qemu-system-x86\n",
+        libraries()?
     );
     let description = "live migration of running virtual machines\n \
         Moves a running guest of QEMU, libvirt or a small VMM of its own to another\n \
         host: memory, disks and device state, from outside an unpatched QEMU, with\n \
         the guest where it was if anything fails before the handover.\n";
     packed("godwit", &needs, description, &root, out)
+}
+
+/// The package of the daemon `binary`, which runs the command of its own release.
+fn daemon_package(binary: &Path, out: &Path) -> anyhow::Result<PathBuf> {
+    let root = out.join("daemon-root");
+    apt::empty(&root)?;
+    let program = root.join("usr/bin/godwitd");
+    stripped(binary, &program)?;
+    let page = root.join("usr/share/man/man8/godwitd.8");
+    write(&page, &apt::output(Command::new(&program).arg("--man"))?)?;
+    compress(&page)?;
+    completions(&program, &["--completions"], &root.join("usr/share"))?;
+    copy(&top().join("docs").join(DAEMON_GUIDE), &root.join(GUIDES).join(DAEMON_GUIDE))?;
+    about(&root.join("usr/share/doc/godwitd"))?;
+    units(&root.join(UNITS), |name| name.starts_with(DAEMON_UNITS))?;
+    // Debian Policy, 7.6.1: files that another package had.
+    let needs = format!(
+        "Depends: godwit (= {VERSION}), {}\n\
+         Breaks: godwit (<< {PARTED})\n\
+         Replaces: godwit (<= {PARTED})\n",
+        libraries()?
+    );
+    let description = "daemon of a host that takes in virtual machines that move\n \
+        Says what room its host has, and starts a destination of live migrations for\n \
+        whoever shows a certificate that it trusts: for hosts that many guests go to.\n";
+    packed("godwitd", &needs, description, &root, out)
+}
+
+/// The libraries that programs made here are loaded with.
+fn libraries() -> anyhow::Result<String> {
+    let library =
+        apt::output(Command::new("dpkg-query").args(["-W", "-f", "${Version}", "libc6"]))?;
+    // `2.36-9+deb12u10` and its successors of one release do the same.
+    let library = library.split(['-', '+']).next().context("no version of libc6")?;
+    Ok(format!("libc6 (>= {library}), libgcc-s1"))
 }
 
 /// The package of `godwit-stamp`, for guests: it needs nothing.
@@ -110,7 +151,7 @@ fn stamp_package(binary: &Path, out: &Path) -> anyhow::Result<PathBuf> {
     stripped(binary, &program)?;
     let bytes = std::fs::read(&program)?;
     ensure!(is_static(&bytes), "{} is no static program: make stamp", binary.display());
-    let unit = root.join("usr/lib/systemd/system/godwit-stamp.service");
+    let unit = root.join(UNITS).join("godwit-stamp.service");
     write(&unit, stamp_unit())?;
     let documents = root.join(&STAMP_DOCUMENTS[1..]);
     copy(&top().join(DOCUMENT), &documents.join("stamp.md"))?;
@@ -137,12 +178,11 @@ fn packed(
     root: &Path,
     out: &Path,
 ) -> anyhow::Result<PathBuf> {
-    let version = env!("CARGO_PKG_VERSION");
     let architecture = apt::output(Command::new("dpkg").arg("--print-architecture"))?;
     let architecture = architecture.trim();
     let control = format!(
         "Package: {name}\n\
-         Version: {version}\n\
+         Version: {VERSION}\n\
          Architecture: {architecture}\n\
          Maintainer: the authors of godwit <godwit@localhost>\n\
          Installed-Size: {}\n\
@@ -153,7 +193,7 @@ fn packed(
         installed_kib(root)?
     );
     write(&root.join("DEBIAN/control"), control)?;
-    let package = out.join(format!("{name}_{version}_{architecture}.deb"));
+    let package = out.join(format!("{name}_{VERSION}_{architecture}.deb"));
     apt::output(
         Command::new("dpkg-deb").args(["--root-owner-group", "--build"]).arg(root).arg(&package),
     )?;
@@ -226,18 +266,18 @@ fn completions(program: &Path, words: &[&str], share: &Path) -> anyhow::Result<(
     Ok(())
 }
 
-/// The README, the guides, the changes, and the licence.
-fn documents(dir: &Path) -> anyhow::Result<()> {
-    let top = top();
+/// The README, the guides but that of the daemon, the changes, and the licence.
+fn documents(root: &Path) -> anyhow::Result<()> {
+    let (top, dir) = (top(), root.join("usr/share/doc/godwit"));
     copy(&top.join("README.md"), &dir.join("README.md"))?;
     for guide in std::fs::read_dir(top.join("docs"))? {
         let guide = guide?.path();
-        if guide.extension().is_some_and(|it| it == "md") {
-            let name = guide.file_name().context("a file without a name")?;
-            copy(&guide, &dir.join("docs").join(name))?;
+        let name = guide.file_name().context("a file without a name")?;
+        if guide.extension().is_some_and(|it| it == "md") && name != DAEMON_GUIDE {
+            copy(&guide, &root.join(GUIDES).join(name))?;
         }
     }
-    about(dir)
+    about(&dir)
 }
 
 /// The changes, and the licence as Debian wants it.
@@ -250,12 +290,14 @@ fn about(dir: &Path) -> anyhow::Result<()> {
     write(&dir.join("copyright"), copyright)
 }
 
-/// The units of systemd, as far as there are any.
-fn units(dir: &Path) -> anyhow::Result<()> {
-    let Ok(found) = std::fs::read_dir(top().join("packaging/systemd")) else { return Ok(()) };
-    for unit in found {
+/// Those units of systemd whose name is one of the package's.
+fn units(dir: &Path, is_own: impl Fn(&str) -> bool) -> anyhow::Result<()> {
+    for unit in std::fs::read_dir(top().join("packaging/systemd"))? {
         let unit = unit?.path();
-        copy(&unit, &dir.join(unit.file_name().context("a file without a name")?))?;
+        let name = unit.file_name().context("a file without a name")?.to_string_lossy();
+        if is_own(&name) {
+            copy(&unit, &dir.join(&*name))?;
+        }
     }
     Ok(())
 }
