@@ -1,7 +1,7 @@
 //! `godwit doctor`: what stands against migrations, found out by trying, with the cure.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use godwit_engine::security::DEFAULT_KEYS;
 use godwit_engine::source::{Inquiry, Options, Trial, inquire, inquire_host};
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, EngineError};
+use godwit_memory::RamBlock;
 use godwit_qemu::{ListedDisk, QemuSource, StateBy};
 use godwit_units::{ByteCount, PAGE_SIZE, Rate, format_duration};
 use serde_json::{Value, json};
@@ -129,10 +130,11 @@ fn of_host() -> Vec<Finding> {
     let keys = default_keys().unwrap_or_else(|| PathBuf::from(DEFAULT_KEYS));
     match std::env::current_exe() {
         Ok(program) => host(&program, &keys),
-        Err(error) => vec![
-            Finding::bad("page tables", format!("could not be tried: {error}"))
-                .cured("mount proc on /proc: godwit starts itself by /proc/self/exe"),
-        ],
+        Err(error) => vec![Finding::bad(
+            "page tables",
+            format!("could not be tried: {error}"),
+            "mount proc on /proc: godwit starts itself by /proc/self/exe",
+        )],
     }
 }
 
@@ -142,19 +144,19 @@ fn of_vm(
     arguments: &Arguments,
     cancel: &Cancel,
 ) -> (Vec<Finding>, Option<QemuSource>) {
-    let bad = |error: &dyn std::fmt::Display| vec![Finding::bad("VM", error.to_string())];
     if let VmName::Microvm(path) = name {
-        let findings = match client::measure(path, TIME, cancel) {
-            Ok(measured) => of_writes(&measured),
-            Err(error) => bad(&error),
-        };
-        let alone = "whether it takes a microvm is not asked: each migration asks before all else";
-        let note = arguments.to.as_ref().map(|_| Finding::note("destination", alone));
-        return (findings.into_iter().chain(note).collect(), None);
+        let mut findings = of_microvm(path, cancel);
+        findings.extend(arguments.to.as_ref().map(|_| {
+            let text = "whether it would take the guest of a microvm is not asked";
+            let cure = "begin the migration: it asks before all else, and a guest that is refused \
+                        runs on here";
+            Finding::note("destination", text, cure)
+        }));
+        return (findings, None);
     }
     let mut vm = match name.source() {
         Ok(vm) => vm,
-        Err(error) => return (bad(&error), None),
+        Err(error) => return (vec![Finding::bad("VM", error.to_string(), REACHED)], None),
     };
     if arguments.disks_are_shared {
         vm = vm.sharing_disks();
@@ -167,37 +169,92 @@ fn of_vm(
         Ok(devices) => findings.extend(
             devices.iter().map(|device| Finding::good("device", format!("{device} can move"))),
         ),
-        Err(error) => findings.push(Finding::bad("devices", error.to_string()).cured(ANSWERS)),
+        Err(error) => findings.push(Finding::bad("devices", error.to_string(), ANSWERS)),
     }
     match vm.disk_list() {
         Ok(disks) if disks.is_empty() => findings.push(Finding::good("disks", "none")),
         Ok(disks) => findings.extend(disks.iter().map(of_disk)),
-        Err(error) => findings.push(Finding::bad("disks", error.to_string()).cured(ANSWERS)),
+        Err(error) => findings.push(Finding::bad("disks", error.to_string(), ANSWERS)),
     }
-    match vm.reporting().map(|reporting| reporting.advice()) {
+    match vm.reporting().map(|reporting| reporting.cure()) {
         Ok(None) => {
             findings.push(Finding::good("free memory", "the guest tells of it: it is not sent"));
         }
-        Ok(Some(advice)) => findings.push(Finding::note("free memory", advice)),
-        Err(error) => findings.push(Finding::bad("free memory", error.to_string()).cured(ANSWERS)),
+        Ok(Some(cure)) => {
+            let text = "what the guest has freed is sent: it does not tell of it";
+            findings.push(Finding::note("free memory", text, cure));
+        }
+        Err(error) => findings.push(Finding::bad("free memory", error.to_string(), ANSWERS)),
     }
+    let cannot =
+        if vm.ram().iter().any(RamBlock::has_huge_pages) { SMALL_PAGES } else { MAY_GOVERN };
     match measure(&mut vm, TIME, cancel) {
-        Ok(measured) => findings.extend(of_writes(&measured)),
-        Err(error) => findings.push(Finding::bad("tracking", error.to_string())),
+        Ok(measured) => findings.extend(of_writes(&measured, cannot)),
+        Err(error) => findings.push(Finding::bad("tracking", error.to_string(), TRACKED)),
     }
     (findings, Some(vm))
 }
 
+/// What to do about a VM that cannot be looked at.
+const REACHED: &str = "see what runs here and could move (`godwit list`), and name that, as its \
+                       user or as root";
+/// What to do about a microvm that cannot be looked at.
+const CONTROLLED: &str = "name the --control socket of a machine that runs here (`godwit list` has \
+                          them), as its user or as root";
 /// What to do about a monitor that does not answer.
 const ANSWERS: &str = "see whether QEMU answers its monitor at all, and who else uses it";
+/// What to do where a VM's writes cannot be tracked.
+const TRACKED: &str =
+    "mend what is bad about this host, let nobody else trace the VM, and ask again";
+/// The cure where huge pages of hugetlbfs cannot be governed.
+const SMALL_PAGES: &str = "start the guest with memory on a tmpfs or in a memfd without huge pages";
+/// The cure where a microvm's tracker cannot govern.
+const PAGE_TABLES: &str =
+    "start its machine with --tracker pagemap: one that runs keeps its tracker";
+
+/// What there is to say of the microvm at `path`.
+fn of_microvm(path: &Path, cancel: &Cancel) -> Vec<Finding> {
+    let status = match client::status(path) {
+        Ok(status) => status,
+        Err(error) => return vec![Finding::bad("VM", error.to_string(), CONTROLLED)],
+    };
+    let text = format!("the machine is {}", status.state);
+    if let Some(cure) = cure_of_state(&status.state) {
+        return vec![Finding::bad("VM", text, cure)];
+    }
+    let found = Finding::good("VM", format!("{text}; its writes are seen by {}", status.tracker));
+    let seen = match client::measure(path, TIME, cancel) {
+        Ok(measured) => of_writes(&measured, PAGE_TABLES),
+        Err(error) => vec![Finding::bad("tracking", error.to_string(), TRACKED)],
+    };
+    std::iter::once(found).chain(seen).collect()
+}
+
+/// What to do about a microvm in `state`; nothing where it has its guest for itself.
+fn cure_of_state(state: &str) -> Option<&'static str> {
+    match state {
+        "running" | "paused" => None,
+        "incoming" => Some("name the machine that the guest is in: this one waits for one"),
+        "gone" => Some("end it by `godwit microvm quit`: its guest runs elsewhere"),
+        "in-doubt" => Some(
+            "see whether the guest runs at the destination: if so end this machine by `godwit \
+             microvm quit`, if not end the one there, and `godwit microvm resume --force`",
+        ),
+        "lost" => Some("end it by `godwit microvm quit`: a part of its guest is lost"),
+        _ => Some(
+            "wait until that is over (`godwit microvm status`), or cancel it if it is a migration \
+             (`godwit cancel`), and ask again",
+        ),
+    }
+}
 
 /// How the host caches it matters to a guest that counts on what it has flushed.
 fn of_disk(disk: &ListedDisk) -> Finding {
     let ListedDisk { name, size, file, cache, .. } = disk;
     let text = format!("'{name}' ({size}), cache={cache}: {file}");
     if *cache == "unsafe" {
-        return Finding::note("disk", text)
-            .cured("any other cache=: what the guest has flushed is lost with its host");
+        let cure = "any other cache=: what the guest has flushed is lost with its host";
+        return Finding::note("disk", text, cure);
     }
     Finding::good("disk", text)
 }
@@ -215,8 +272,8 @@ fn of_qemu(vm: &QemuSource) -> Finding {
     Finding::good("VM", text)
 }
 
-/// What a look at its writes has shown.
-fn of_writes(measured: &Measured) -> Vec<Finding> {
+/// What a look at its writes has shown; `cannot` is the cure where they cannot be governed.
+fn of_writes(measured: &Measured, cannot: &str) -> Vec<Finding> {
     let (seconds, pages) = measured.dirty.last().copied().unwrap_or((1.0, 0));
     let rate = pages as f64 * PAGE_SIZE as f64 / seconds.max(1e-3);
     let text = format!(
@@ -231,8 +288,8 @@ fn of_writes(measured: &Measured) -> Vec<Finding> {
         false => Finding::note(
             "governor",
             "a guest that outruns the link has its processors throttled, not its writes governed",
-        )
-        .cured(MAY_GOVERN),
+            cannot,
+        ),
     };
     vec![Finding::good("tracking", text), governed]
 }
@@ -257,13 +314,19 @@ fn of_destination(
             findings.extend(there(facts.as_ref(), &facts::of_this_host(), guest.as_ref()));
             findings.extend(vm.map(|_| match refusal {
                 None => Finding::good("guest", "fits there, and would be accepted"),
-                Some(why) => Finding::bad("guest", format!("would be refused: {why}")),
+                Some(why) => Finding::bad("guest", format!("would be refused: {why}"), FITTING),
             }));
             findings
         }
-        Err(error) => vec![Finding::bad("destination", error.to_string())],
+        Err(error) => vec![Finding::bad("destination", error.to_string(), WAITING)],
     }
 }
+
+/// What to do about a destination that would refuse the guest.
+const FITTING: &str = "have a VM wait there that is as the guest's is here, or choose another host";
+/// What to do about a destination that cannot be asked.
+const WAITING: &str = "start `godwit receive` there, with a port that is open to this host and \
+                       keys of the same authority";
 
 /// What the guest of `vm` may come to use, in which pages.
 fn needs(vm: &QemuSource) -> Guest {
@@ -296,8 +359,8 @@ fn of_network(round_trip: Duration, trial: Option<Trial>) -> Vec<Finding> {
         Finding::good("clocks", format!("{time} apart"))
     } else {
         let order = if apart > 0.0 { "ahead of" } else { "behind" };
-        Finding::note("clocks", format!("the destination's is {time} {order} this host's"))
-            .cured("have both set by NTP: certificates and logs go by them")
+        let text = format!("the destination's is {time} {order} this host's");
+        Finding::note("clocks", text, "have both set by NTP: certificates and logs go by them")
     };
     vec![Finding::good("network", text), clocks]
 }
@@ -333,4 +396,33 @@ fn as_text(section: &Section, width: usize) -> String {
     }
     text.push('\n');
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_microvm_in_any_state_but_with_its_guest_is_told_what_to_do_about_it() {
+        // All states of `godwit_control::messages::Status`. Mutation: one is tracked all the same.
+        let others = [
+            "incoming",
+            "leaving",
+            "arriving",
+            "plugging",
+            "gone",
+            "in-doubt",
+            "follows",
+            "lacks-pages",
+            "lost",
+        ];
+        assert_eq!(others.map(|state| cure_of_state(state).is_some()), [true; 9]);
+        assert_eq!(["running", "paused"].map(cure_of_state), [None; 2]);
+        // A guest that may run elsewhere is not run without a look there.
+        let in_doubt = cure_of_state("in-doubt").unwrap_or_default();
+        assert!(
+            in_doubt.starts_with("see whether the guest runs at the destination"),
+            "{in_doubt}"
+        );
+    }
 }

@@ -1,4 +1,6 @@
 //! What was found, and what to do about it.
+//!
+//! Invariant: what is not as it should be has a cure.
 
 /// How good what was found is.
 ///
@@ -34,7 +36,7 @@ impl Verdict {
 /// ```
 /// use godwit_doctor::{Finding, Verdict};
 ///
-/// let finding = Finding::note("KVM", "there is none").cured("load the module kvm_intel");
+/// let finding = Finding::note("KVM", "there is none", "load the module kvm_intel");
 /// assert_eq!(finding.verdict, Verdict::Note);
 /// assert_eq!(finding.cure.as_deref(), Some("load the module kvm_intel"));
 /// ```
@@ -46,7 +48,7 @@ pub struct Finding {
     pub verdict: Verdict,
     /// What was found.
     pub text: String,
-    /// What to do about it, where `text` does not say so itself.
+    /// What to do about it; nothing where it is good.
     pub cure: Option<String>,
 }
 
@@ -57,19 +59,13 @@ impl Finding {
     }
 
     /// Not as good as it could be.
-    pub fn note(what: &'static str, text: impl Into<String>) -> Self {
-        Self { verdict: Verdict::Note, ..Self::good(what, text) }
+    pub fn note(what: &'static str, text: impl Into<String>, cure: impl Into<String>) -> Self {
+        Self { what, verdict: Verdict::Note, text: text.into(), cure: Some(cure.into()) }
     }
 
     /// What no migration can come of.
-    pub fn bad(what: &'static str, text: impl Into<String>) -> Self {
-        Self { verdict: Verdict::Bad, ..Self::good(what, text) }
-    }
-
-    /// The same with a cure.
-    #[must_use]
-    pub fn cured(self, cure: impl Into<String>) -> Self {
-        Self { cure: Some(cure.into()), ..self }
+    pub fn bad(what: &'static str, text: impl Into<String>, cure: impl Into<String>) -> Self {
+        Self { verdict: Verdict::Bad, ..Self::note(what, text, cure) }
     }
 }
 
@@ -78,7 +74,8 @@ impl Finding {
 /// ```
 /// use godwit_doctor::{Finding, Verdict, worst};
 ///
-/// let findings = [Finding::good("kernel", "6.12"), Finding::note("clock", "hpet")];
+/// let slow = Finding::note("clock", "hpet", "see why the kernel distrusts the TSC");
+/// let findings = [Finding::good("kernel", "6.12"), slow];
 /// assert_eq!(worst(&findings), Verdict::Note);
 /// ```
 #[must_use]

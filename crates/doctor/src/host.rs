@@ -26,6 +26,9 @@ const MAY_TRACE: &str = "run godwit as root, or give it CAP_SYS_PTRACE; in a con
 /// The cure where a guest's writes cannot be governed (userfaultfd(2)).
 pub const MAY_GOVERN: &str =
     "let godwit open /dev/userfaultfd, or set vm.unprivileged_userfaultfd to 1";
+/// The cure where the directory of sockets and records cannot be used.
+const OWN_DIRECTORY: &str = "make it this user's own, with mode 700, or set XDG_RUNTIME_DIR to a \
+                             directory that is";
 const KEYS: &str = "let this user read them; or remove what is there, and make all by `godwit \
                     keys`; or name others by --keys";
 
@@ -46,13 +49,11 @@ pub fn host(program: &Path, keys: &Path) -> Vec<Finding> {
     let mut findings = vec![kernel()];
     match Subject::start(program) {
         Ok(mut subject) => findings.extend(tried(&mut subject)),
-        Err(error) => findings.push(
-            Finding::bad(
-                "page tables",
-                format!("could not be tried: {} as another process: {error}", program.display()),
-            )
-            .cured("let godwit start itself: its program must be there, and may be run"),
-        ),
+        Err(error) => findings.push(Finding::bad(
+            "page tables",
+            format!("could not be tried: {} as another process: {error}", program.display()),
+            "let godwit start itself: its program must be there, and may be run",
+        )),
     }
     findings.extend([rights(), kvm(), run_directory(), encryption(keys), memory(), huge_pages()]);
     findings.push(clock());
@@ -64,8 +65,9 @@ fn kernel() -> Finding {
     let release = name.release().to_string_lossy();
     match godwit_track::kernel_support() {
         Ok(()) => Finding::good("kernel", format!("Linux {release}")),
-        Err(error) => Finding::bad("kernel", format!("Linux {release}: {error}"))
-            .cured("boot Linux 6.7 or newer"),
+        Err(error) => {
+            Finding::bad("kernel", format!("Linux {release}: {error}"), "boot Linux 6.7 or newer")
+        }
     }
 }
 
@@ -77,7 +79,7 @@ fn tried(subject: &mut Subject) -> Vec<Finding> {
             let cause = godwit_track::may_trace(subject.pid()).err();
             let text = cause.map_or_else(|| error.to_string(), |cause| cause.to_string());
             let text = format!("another process's memory cannot be read: {text}");
-            return vec![Finding::bad("memory access", text).cured(MAY_TRACE)];
+            return vec![Finding::bad("memory access", text, MAY_TRACE)];
         }
     };
     let mut findings =
@@ -108,8 +110,8 @@ fn memory_of(subject: &Subject) -> io::Result<RamBlock> {
 fn track(subject: &mut Subject, block: RamBlock) -> Result<(PagemapTracker, Finding), Finding> {
     const WHAT: &str = "page tables";
     let bad = |error: &dyn std::fmt::Display| {
-        Finding::bad(WHAT, format!("a process's writes cannot be tracked: {error}"))
-            .cured("let godwit trace other processes, or boot Linux 6.7 or newer")
+        let cure = "let godwit trace other processes, or boot Linux 6.7 or newer";
+        Finding::bad(WHAT, format!("a process's writes cannot be tracked: {error}"), cure)
     };
     let all = block.all();
     let tracker = PagemapTracker::start(subject.pid(), &[block]).map_err(|error| bad(&error))?;
@@ -132,7 +134,7 @@ fn track(subject: &mut Subject, block: RamBlock) -> Result<(PagemapTracker, Find
             "pages {written:?} of a process were written, and {found:?} were seen: the kernel's \
              PAGEMAP_SCAN is broken"
         );
-        return Err(Finding::bad(WHAT, text).cured("boot another kernel"));
+        return Err(Finding::bad(WHAT, text, "boot another kernel"));
     }
     let stopped = tracker.attachment().stopped();
     let text = format!(
@@ -164,13 +166,13 @@ fn govern(tracker: &PagemapTracker, subject: &mut Subject) -> Finding {
             "a guest that outruns the link can have its processors throttled, but not its writes \
              governed, which costs it less: {error}"
         );
-        Finding::note(WHAT, text).cured(MAY_GOVERN)
+        Finding::note(WHAT, text, MAY_GOVERN)
     };
     let written = govern().map_err(|error| lacking(&error)).and_then(|()| {
         let writes = WRITTEN.iter().try_for_each(|page| subject.write(*page));
         writes.map_err(|error| {
-            Finding::bad(WHAT, format!("a writer is held for ever: {error}"))
-                .cured("boot another kernel; --throttle vcpus does without")
+            let cure = "boot another kernel; --throttle vcpus does without";
+            Finding::bad(WHAT, format!("a writer is held for ever: {error}"), cure)
         })
     });
     let _ = tracker.govern(None);
@@ -191,8 +193,8 @@ fn rights() -> Finding {
     if effective.is_some_and(|bits| bits >> 19 & 1 == 1) {
         return Finding::good(WHAT, "any user's VM can be migrated (CAP_SYS_PTRACE)");
     }
-    Finding::note(WHAT, format!("only VMs of user {} can be migrated", user.as_raw()))
-        .cured("run godwit as root, or give it CAP_SYS_PTRACE, for those of other users")
+    let cure = "run godwit as root, or give it CAP_SYS_PTRACE, for those of other users";
+    Finding::note(WHAT, format!("only VMs of user {} can be migrated", user.as_raw()), cure)
 }
 
 fn kvm() -> Finding {
@@ -209,9 +211,11 @@ fn kvm() -> Finding {
             "add this user to the group kvm, for microvms; QEMU has \
                                         rights of its own"
         }
-        _ => "guests under emulation can be migrated",
+        _ => {
+            "see why it does not work (dmesg | grep -i kvm); guests under emulation can be migrated"
+        }
     };
-    Finding::note(WHAT, format!("/dev/kvm: {error}")).cured(cure)
+    Finding::note(WHAT, format!("/dev/kvm: {error}"), cure)
 }
 
 /// Where sockets and the records of the guardian are.
@@ -220,7 +224,7 @@ fn run_directory() -> Finding {
     let path = godwit_qemu::run_directory::path();
     match godwit_qemu::run_directory::make(&path, rustix::process::getuid().as_raw()) {
         Ok(()) => Finding::good(WHAT, format!("{} is ours alone", path.display())),
-        Err(error) => Finding::bad(WHAT, error),
+        Err(error) => Finding::bad(WHAT, error, OWN_DIRECTORY),
     }
 }
 
@@ -230,8 +234,8 @@ fn encryption(dir: &Path) -> Finding {
     const WHAT: &str = "encryption";
     if !dir.exists() {
         let text = format!("no keys in {}: addresses beyond this host are refused", dir.display());
-        return Finding::note(WHAT, text)
-            .cured("make them by `godwit keys`, or name those of QEMU or libvirt by --keys");
+        let cure = "make them by `godwit keys`, or name those of QEMU or libvirt by --keys";
+        return Finding::note(WHAT, text, cure);
     }
     let side = |side| -> Result<(), godwit_tls::TlsError> {
         let keys = Keys::read(&Files::in_dir(dir, side)?)?;
@@ -244,13 +248,9 @@ fn encryption(dir: &Path) -> Finding {
         (Ok(()), Ok(())) => {
             Finding::good(WHAT, format!("{} has keys for both sides", dir.display()))
         }
-        (Ok(()), Err(error)) => {
-            Finding::note(WHAT, format!("not as a destination: {error}")).cured(KEYS)
-        }
-        (Err(error), Ok(())) => {
-            Finding::note(WHAT, format!("not as a source: {error}")).cured(KEYS)
-        }
-        (Err(error), Err(_)) => Finding::bad(WHAT, error.to_string()).cured(KEYS),
+        (Ok(()), Err(error)) => Finding::note(WHAT, format!("not as a destination: {error}"), KEYS),
+        (Err(error), Ok(())) => Finding::note(WHAT, format!("not as a source: {error}"), KEYS),
+        (Err(error), Err(_)) => Finding::bad(WHAT, error.to_string(), KEYS),
     }
 }
 
@@ -266,8 +266,10 @@ fn memory() -> Finding {
             });
             Finding::good(WHAT, format!("{free} of {all} are to be had for guests{huge}"))
         }
-        Err(error) => Finding::note(WHAT, format!("/proc/meminfo cannot be read: {error}"))
-            .cured("mount proc on /proc"),
+        Err(error) => {
+            let text = format!("/proc/meminfo cannot be read: {error}");
+            Finding::note(WHAT, text, "mount proc on /proc")
+        }
     }
 }
 
@@ -281,8 +283,11 @@ fn huge_pages() -> Finding {
         "always" | "madvise" => {
             Finding::good(WHAT, format!("the kernel makes them where QEMU asks ({chosen})"))
         }
-        _ => Finding::note(WHAT, format!("transparent huge pages: {chosen}"))
-            .cured(format!("echo madvise > {PATH}: guests and migrations are faster with them")),
+        _ => Finding::note(
+            WHAT,
+            format!("transparent huge pages: {chosen}"),
+            format!("echo madvise > {PATH}: guests and migrations are faster with them"),
+        ),
     }
 }
 
@@ -295,6 +300,6 @@ fn clock() -> Finding {
         return Finding::good(WHAT, format!("the kernel goes by {source}"));
     }
     let name = if source.is_empty() { "an unknown clock" } else { source };
-    Finding::note(WHAT, format!("the kernel goes by {name}: guests read their time slowly"))
-        .cured("see why the kernel distrusts the TSC: dmesg | grep -i tsc")
+    let cure = "see why the kernel distrusts the TSC: dmesg | grep -i tsc";
+    Finding::note(WHAT, format!("the kernel goes by {name}: guests read their time slowly"), cure)
 }

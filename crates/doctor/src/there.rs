@@ -85,7 +85,7 @@ pub fn there(facts: Option<&Facts>, here: &Facts, guest: Option<&Guest>) -> Vec<
     let Some(facts) = facts else {
         let text = "not told by the destination (older godwit)";
         let cure = "install this release there, too: it tells of memory, huge pages and processors";
-        return vec![Finding::note("host", text).cured(cure)];
+        return vec![Finding::note("host", text, cure)];
     };
     let mut findings = vec![memory(facts, guest)];
     findings.extend(huge_pages(&facts.huge_pages, guest));
@@ -96,8 +96,8 @@ pub fn there(facts: Option<&Facts>, here: &Facts, guest: Option<&Guest>) -> Vec<
 fn memory(facts: &Facts, guest: Option<&Guest>) -> Finding {
     const WHAT: &str = "memory";
     if facts.total.0 == 0 {
-        return Finding::note(WHAT, "the destination cannot tell how much it has")
-            .cured("mount proc on /proc there");
+        let text = "the destination cannot tell how much it has";
+        return Finding::note(WHAT, text, "mount proc on /proc there");
     }
     let text = format!("its host has {} of {} left", facts.available, facts.total);
     match guest {
@@ -111,8 +111,8 @@ fn memory(facts: &Facts, guest: Option<&Guest>) -> Finding {
                 "{text}, and the guest may come to use {needs}: too little, unless its VM there \
                  has it already"
             );
-            Finding::note(WHAT, text)
-                .cured("end or move what takes memory there, or choose another destination")
+            let cure = "end or move what takes memory there, or choose another destination";
+            Finding::note(WHAT, text, cure)
         }
     }
 }
@@ -139,7 +139,7 @@ fn huge_pages(pools: &[HugePages], guest: Option<&Guest>) -> Vec<Finding> {
         let text = format!("{text}: too few, unless its VM there has them already");
         let path = huge_pool(*size).join("nr_hugepages");
         let enough = total.saturating_add(needed - free);
-        Finding::note(WHAT, text).cured(format!("there: echo {enough} > {}", path.display()))
+        Finding::note(WHAT, text, format!("there: echo {enough} > {}", path.display()))
     };
     guest.huge_pages.iter().map(one).collect()
 }
@@ -155,7 +155,7 @@ fn processor(facts: &Facts, here: &Facts) -> Finding {
     let (theirs, ours) = (name(facts), name(here));
     if facts.flags.is_empty() || here.flags.is_empty() {
         let text = format!("{theirs} there, {ours} here; what they can do is not told");
-        return Finding::note(WHAT, text).cured("mount proc on /proc, on both hosts");
+        return Finding::note(WHAT, text, "mount proc on /proc, on both hosts");
     }
     let has: Vec<&str> = facts.flags.split(' ').collect();
     let lacking: Vec<&str> = here
@@ -179,8 +179,8 @@ fn processor(facts: &Facts, here: &Facts) -> Finding {
         "{names}; only this host's has {words}: under KVM a guest that was given them cannot run \
          there"
     );
-    Finding::note(WHAT, text)
-        .cured("start guests with a processor that both hosts have (-cpu, without these)")
+    let cure = "start guests with a processor that both hosts have (-cpu, without these)";
+    Finding::note(WHAT, text, cure)
 }
 
 #[cfg(test)]

@@ -44,6 +44,18 @@ pub enum Reporting {
 }
 
 impl Reporting {
+    /// How to start the machine the next time, if it does not tell.
+    #[must_use]
+    pub fn cure(self) -> Option<&'static str> {
+        match self {
+            Self::On => None,
+            Self::Off => Some("start its balloon with free-page-reporting=on"),
+            Self::NoBalloon => {
+                Some("start it with -device virtio-balloon-pci,free-page-reporting=on")
+            }
+        }
+    }
+
     /// What the operator could do at the next start of the machine, if anything.
     #[must_use]
     pub fn advice(self) -> Option<&'static str> {

@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+mod doctor;
 pub mod evacuation;
 mod keys;
 mod microvm;
@@ -13,6 +14,7 @@ mod terminal;
 mod third;
 mod unprivileged;
 
+pub use doctor::Findings;
 pub use keys::Keys;
 pub use microvm::MicroPair;
 pub use terminal::{Screen, Terminal};

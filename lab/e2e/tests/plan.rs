@@ -1,10 +1,10 @@
-//! `godwit plan`: it tells what would be, and leaves the guest as it was.
+//! `godwit plan` and `godwit doctor`: they tell what would be, and leave the guest as it was.
 
 use std::process::{Command, Output, Stdio};
 use std::time::Instant;
 
 use anyhow::ensure;
-use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_untouched};
+use godwit_e2e::{Findings, LIMIT, MicroPair, Pair, check_moved, check_untouched};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     DiskImage, Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, builds_for,
@@ -173,6 +173,76 @@ fn a_doctor_looks_at_each_device_and_disk() -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// A small microvm that has nothing to do.
+const SMALL: [&str; 4] = ["--memory", "64MiB", "--mode", "idle"];
+
+#[test]
+fn a_doctor_looks_at_a_microvm() -> anyhow::Result<()> {
+    let test = "a_doctor_looks_at_a_microvm";
+    if !kvm_for(test) {
+        return Ok(());
+    }
+    let godwit = Godwit::built()?;
+    // Of these trackers the second can govern.
+    for (tracker, governor) in [("kvm-log", "note"), ("pagemap", "good")] {
+        let vm = MicroVm::start(&godwit, &[&SMALL[..], &["--tracker", tracker]].concat())?;
+        vm.wait_ready(LIMIT)?;
+
+        let found = Findings::of(&godwit, &vm.vm_name(), &[])?;
+
+        ensure!(found.code == Some(0), "{found:?}");
+        // Mutation: a note or what is bad goes without its cure.
+        ensure!(found.without_cure().is_empty(), "{:?}", found.without_cure());
+        let machine = found.find("vm", "VM");
+        ensure!(machine["verdict"] == "good" && machine["name"] == vm.vm_name(), "{machine}");
+        ensure!(machine["text"].to_string().contains("the machine is running"), "{machine}");
+        let tracking = found.find("vm", "tracking");
+        ensure!(tracking["verdict"] == "good", "{tracking}");
+        ensure!(tracking["text"].to_string().contains("64MiB of memory"), "{tracking}");
+        // Mutation: the cure is that of a QEMU, whose rights are what it lacks.
+        let governs = found.find("vm", "governor");
+        ensure!(governs["verdict"] == governor, "{governs}");
+        let cure = governs["cure"].to_string();
+        ensure!(cure.contains("--tracker pagemap") == (governor == "note"), "{governs}");
+        vm.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+        ensure!(vm.status()? == "running");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_doctor_says_what_to_do_about_a_microvm_without_a_guest_of_its_own() -> anyhow::Result<()> {
+    let test = "a_doctor_says_what_to_do_about_a_microvm_without_a_guest_of_its_own";
+    let Some(pair) = MicroPair::start(test, &SMALL)? else { return Ok(()) };
+    let look = |vm: &str, options: &[&str]| Findings::of(&pair.godwit, vm, options);
+    let is_bad = |vm: &str, words: &str| {
+        let found = look(vm, &[])?;
+        ensure!(found.code == Some(1) && found.answer["verdict"] == "bad", "{found:?}");
+        ensure!(found.without_cure().is_empty(), "{:?}", found.without_cure());
+        let cure = found.find("vm", "VM")["cure"].to_string();
+        ensure!(cure.contains(words), "{words}: {found:?}");
+        // What cannot be tracked was not tried to.
+        ensure!(found.find("vm", "tracking").is_null(), "{found:?}");
+        Ok(())
+    };
+    let source = pair.source.vm_name();
+
+    is_bad("microvm:/nowhere", "name the --control socket")?;
+    is_bad(&pair.destination.vm_name(), "name the machine that the guest is in")?;
+    // Its destination tells of its host, and nothing of the guest.
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let found = look(&source, &["--to", &address])?;
+    ensure!(found.code == Some(0), "{found:?}");
+    ensure!(found.without_cure().is_empty(), "{:?}", found.without_cure());
+    ensure!(found.find("destination", "network")["verdict"] == "good", "{found:?}");
+    let asked = found.find("vm", "destination")["cure"].to_string();
+    ensure!(asked.contains("begin the migration"), "{found:?}");
+    let migrate = pair.godwit.migrate(&pair.source, &address, &["--keep-source"])?.wait(LIMIT)?;
+    receive.wait(LIMIT)?;
+    ensure!(migrate.last()["outcome"] == "migrated", "{}", migrate.last());
+    is_bad(&source, "`godwit microvm quit`: its guest runs elsewhere")
 }
 
 /// The destination is asked what it would say, to a guest that fits and to one that does not, and

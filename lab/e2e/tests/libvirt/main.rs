@@ -7,11 +7,13 @@
 //!   evacuate     a host whose domains all leave
 //!   failures     whatever ends in the midst of it
 //!   refusals     what is said before anything is sent
+//!   doctor       what `godwit doctor` finds of one
 //!   document     docs/libvirt.md, word for word
 //!   to_and_fro   many moves in a row, with failures among them
 //! ```
 
 mod disks;
+mod doctor;
 mod document;
 mod evacuate;
 mod failures;
