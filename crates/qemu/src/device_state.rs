@@ -3,8 +3,10 @@
 //!
 //! The guest is stopped by `stop`, and `xen-save-devices-state` (in every build of QEMU; made for
 //! Xen, where RAM is not QEMU's) writes what the devices are into a memfd, a few hundred KiB in a
-//! few milliseconds. With `live` it lets go of the images of a machine that was stopped before, as
-//! a migration does; `cont` takes them back, which is QEMU's own documented way back.
+//! few milliseconds. As part of a live migration (`live`, its default) it lets go of the images of a
+//! machine that was stopped before, as a migration does; `cont` takes them back, which is QEMU's own
+//! documented way back. QEMU reads a command byte by byte, some 11 us each, so what can be said to it
+//! before the guest stops is said then: it has the memfd by that time.
 //!
 //! What it writes lacks two sections that every migration has and a destination demands: the
 //! configuration, with the machine type and the capabilities, and an empty description at the end
@@ -24,6 +26,7 @@ use crate::QemuError;
 use crate::device_ram::{self, DeviceRam, Loader};
 use crate::machine::Machine;
 use crate::monitor::commands::{QomGet, RemoveFd, SaveDevices};
+use crate::monitor::{Monitor, QmpError};
 
 /// "QEVM" and version 3, in big-endian order (migration/qemu-file-types.h, QEMU_VM_FILE_MAGIC).
 pub(crate) const HEADER: [u8; 8] = [b'Q', b'E', b'V', b'M', 0, 0, 0, 3];
@@ -72,42 +75,83 @@ pub(crate) fn machine_type(machine: &mut Machine) -> Result<String, QemuError> {
     Ok(class.strip_suffix("-machine").unwrap_or(&class).to_owned())
 }
 
-/// Has QEMU save its devices, and returns the stream that a destination loads, of a machine of this
-/// type. The guest must have been stopped.
-pub(crate) fn save(
-    machine: &mut Machine,
-    machine_type: &str,
-    ram: &[DeviceRam],
-    loader: Loader,
-    limit: Duration,
-) -> Result<Vec<u8>, QemuError> {
-    let system = |step| move |source| QemuError::System { step, source };
-    let memfd = memfd_create("godwit-devices", MemfdFlags::CLOEXEC)
-        .map_err(|errno| system("memfd_create")(errno.into()))?;
-    let mut file = File::from(memfd);
-    // QEMU opens it for writing alone, and looks for a descriptor that is open for that alone
-    // (monitor_fdset_dup_fd_add).
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let writer = File::options().write(true).open(path).map_err(system("opening a memfd"))?;
-    let save = SaveDevices { filename: &format!("/dev/fdset/{FD_SET}"), live: true };
-    let qmp = &mut *machine.qmp;
+/// What QEMU is to save its devices into, and all that can be found out or done for that before the
+/// guest is stopped.
+#[derive(Debug)]
+pub(crate) struct Saving {
+    file: File,
+    machine_type: String,
+    /// The descriptor, where QEMU is handed it only when it saves.
+    to_hand_over: Option<File>,
+}
+
+impl Saving {
+    /// Makes a file and hands it to `machine`, which keeps it until [`forget`] where its monitor
+    /// [keeps descriptors](crate::monitor::Monitor::keeps_descriptors).
+    pub(crate) fn prepare(machine: &mut Machine) -> Result<Self, QemuError> {
+        let system = |step| move |source| QemuError::System { step, source };
+        let memfd = memfd_create("godwit-devices", MemfdFlags::CLOEXEC)
+            .map_err(|errno| system("memfd_create")(errno.into()))?;
+        let file = File::from(memfd);
+        // QEMU opens it for writing alone, and looks for a descriptor that is open for that alone
+        // (monitor_fdset_dup_fd_add).
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let writer = File::options().write(true).open(path).map_err(system("opening a memfd"))?;
+        let machine_type = machine_type(machine)?;
+        let qmp = &mut *machine.qmp;
+        let to_hand_over = if qmp.keeps_descriptors() {
+            hand_over(qmp, &writer)?;
+            None
+        } else {
+            Some(writer)
+        };
+        Ok(Self { file, machine_type, to_hand_over })
+    }
+
+    /// Has QEMU save its devices, and returns the stream that a destination loads. The guest must
+    /// have been stopped.
+    pub(crate) fn save(
+        mut self,
+        machine: &mut Machine,
+        ram: &[DeviceRam],
+        loader: Loader,
+        limit: Duration,
+    ) -> Result<Vec<u8>, QemuError> {
+        let qmp = &mut *machine.qmp;
+        let handed_over =
+            self.to_hand_over.as_ref().map_or(Ok(()), |writer| hand_over(qmp, writer));
+        let save = SaveDevices { filename: &format!("/dev/fdset/{FD_SET}") };
+        let saved = handed_over.and_then(|()| {
+            let queued = qmp.start(&save)?;
+            qmp.answer(&queued, limit)
+        });
+        if self.to_hand_over.is_some() {
+            // A QEMU that has not answered comes to this, too, when it goes on.
+            qmp.start(&RemoveFd { fdset_id: FD_SET })?;
+        }
+        saved?;
+        let mut devices = Vec::new();
+        self.file
+            .read_to_end(&mut devices)
+            .map_err(|source| QemuError::System { step: "reading a memfd", source })?;
+        let ram = device_ram::section(ram, loader)?;
+        stream(&devices, &self.machine_type, &ram, loader).ok_or_else(|| QemuError::State {
+            action: "save",
+            words: "what it wrote does not begin as a migration does".to_owned(),
+        })
+    }
+}
+
+fn hand_over(qmp: &mut dyn Monitor, writer: &File) -> Result<(), QmpError> {
     // A godwit that was killed may have left one there, which QEMU would write to instead.
     qmp.start(&RemoveFd { fdset_id: FD_SET })?;
-    let saved = qmp.add_fd(FD_SET, writer.as_fd()).and_then(|()| {
-        let queued = qmp.start(&save)?;
-        qmp.answer(&queued, limit)
-    });
-    // A QEMU that has not answered comes to this, too, when it goes on.
-    let remove = qmp.start(&RemoveFd { fdset_id: FD_SET })?;
-    saved?;
-    qmp.answer(&remove, qmp.limit())?;
-    let mut devices = Vec::new();
-    file.read_to_end(&mut devices).map_err(system("reading a memfd"))?;
-    let ram = device_ram::section(ram, loader)?;
-    stream(&devices, machine_type, &ram, loader).ok_or_else(|| QemuError::State {
-        action: "save",
-        words: "what it wrote does not begin as a migration does".to_owned(),
-    })
+    qmp.add_fd(FD_SET, writer.as_fd())
+}
+
+/// Has QEMU let go of what [`Saving::prepare`] has handed to it, or a godwit that was killed.
+pub(crate) fn forget(qmp: &mut dyn Monitor) -> Result<(), QmpError> {
+    // Most often there is none.
+    qmp.run_if_known(&RemoveFd { fdset_id: FD_SET }).map(drop)
 }
 
 /// What `devices` lacks of a migration's stream, added; `ram` is a section or none.

@@ -322,7 +322,8 @@ pub fn check_process(pid: i32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks that QEMU's migration settings are its own defaults.
+/// Checks that QEMU's migration settings are its own defaults, and that it has no descriptors which
+/// somebody has handed over.
 ///
 /// # Errors
 /// What is not as it should be.
@@ -336,6 +337,8 @@ pub fn check_settings(vm: &mut TestVm) -> anyhow::Result<()> {
     for (name, value) in [("downtime-limit", 300), ("max-bandwidth", 128 << 20)] {
         ensure!(parameters[name] == value, "{name} was left at {}", parameters[name]);
     }
+    let handed_over = vm.qmp().execute("query-fdsets", Value::Null)?;
+    ensure!(handed_over == json!([]), "it has descriptors that were handed over: {handed_over}");
     Ok(())
 }
 

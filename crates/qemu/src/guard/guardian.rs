@@ -378,7 +378,10 @@ pub(super) fn undo(machine: &mut Machine, record: &mut Record) -> Result<(), Qem
     if unlocked.is_ok() {
         let _ = record.note(|left| left.lock = None);
     }
-    let closed = close_descriptors(machine);
+    let closed = close_descriptors(machine, record.left());
+    if closed.is_ok() {
+        let _ = record.note(|left| left.fd_set = false);
+    }
     if record.left().is_nothing() {
         record.remove();
     }

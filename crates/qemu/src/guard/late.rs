@@ -8,7 +8,7 @@ use super::record::{Record, orphans};
 use super::{Left, Stage};
 use crate::machine::Machine;
 use crate::monitor::commands::CloseFd;
-use crate::{FD_NAMES, QemuError};
+use crate::{FD_NAMES, QemuError, device_state};
 
 /// Puts back what a godwit that is gone has set and nobody has changed since.
 pub(crate) fn clear(machine: &mut Machine) -> Result<(), QemuError> {
@@ -18,14 +18,17 @@ pub(crate) fn clear(machine: &mut Machine) -> Result<(), QemuError> {
         if let Some(settings) = settings {
             settings.restore_ours(&mut *machine.qmp)?;
         }
-        close_descriptors(machine)?;
+        close_descriptors(machine, record.left())?;
         record.remove();
     }
     Ok(())
 }
 
-/// Closes whatever descriptor of godwit's QEMU still holds under a name.
-pub(super) fn close_descriptors(machine: &mut Machine) -> Result<(), QemuError> {
+/// Closes whatever descriptor of godwit's QEMU still holds, under a name or in a set.
+pub(super) fn close_descriptors(machine: &mut Machine, left: &Left) -> Result<(), QemuError> {
+    if left.fd_set {
+        device_state::forget(&mut *machine.qmp)?;
+    }
     for name in FD_NAMES {
         // Most often there is none.
         machine.qmp.run_if_known(&CloseFd { fdname: name })?;

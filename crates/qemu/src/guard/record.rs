@@ -72,6 +72,8 @@ pub(crate) struct Left {
     /// Whether the guest ran when godwit came.
     pub(crate) was_running: bool,
     pub(crate) settings: Option<MigrationSettings>,
+    /// Whether QEMU may have been handed what it is to save its devices into.
+    pub(crate) fd_set: bool,
     pub(crate) limits: DiskLimits,
     /// Whether there may be bitmaps, exports or a server with godwit's mark.
     pub(crate) disks: bool,
@@ -94,6 +96,7 @@ impl Left {
             stage,
             was_running,
             settings: None,
+            fd_set: false,
             limits: DiskLimits::default(),
             disks: false,
             definition: None,
@@ -129,6 +132,7 @@ impl Left {
     pub(crate) fn is_nothing(&self) -> bool {
         matches!(self.stage, Stage::Copying | Stage::Waiting)
             && self.settings.is_none()
+            && !self.fd_set
             && self.limits.is_empty()
             && !self.disks
             && self.definition.is_none()
@@ -144,6 +148,7 @@ impl Left {
             "stage": self.stage.word(),
             "was_running": self.was_running,
             "settings": self.settings.as_ref().map(MigrationSettings::to_json),
+            "fd_set": self.fd_set,
             "limits": self.limits.to_json(),
             "disks": self.disks,
             "definition": self.definition,
@@ -164,6 +169,7 @@ impl Left {
             stage,
             was_running: value["was_running"].as_bool()?,
             settings,
+            fd_set: value["fd_set"].as_bool().unwrap_or(false),
             limits: DiskLimits::from_json(&value["limits"])?,
             disks: value["disks"].as_bool()?,
             definition: serde_json::from_value(value["definition"].clone()).ok()?,
@@ -387,6 +393,7 @@ mod tests {
         let (handover, staged) = (Some("/run/x".into()), vec!["/run/y".into()]);
         Left {
             settings,
+            fd_set: true,
             limits,
             disks: true,
             handover,

@@ -4,11 +4,11 @@
 //!
 //! ```text
 //!                   RAM in shared files                    RAM of its own
-//!   open_state      capabilities, getfd (a socket pair)    a socket pair
+//!   open_state      capabilities, getfd (a socket pair)    a socket pair; add-fd (a memfd)
 //!   stop            migrate fd:… -> the guest stops,       stop -> the guest stops, devices drain
 //!                   devices drain -> pre-switchover
-//!   release_state   migrate-continue -> the state flows,   xen-save-devices-state -> a memfd of
-//!                   end of file -> completed               add-fd's, which is passed on
+//!   release_state   migrate-continue -> the state flows,   xen-save-devices-state -> the memfd,
+//!                   end of file -> completed               which is passed on
 //!   resume          migrate_cancel or cont, from           cont
 //!                   wherever it was; settings put back
 //! ```
@@ -43,6 +43,7 @@ use godwit_vcpu_throttle::{Measures, VcpuThrottle};
 use crate::QemuError;
 use crate::compare::{Realized, Terms};
 use crate::device_ram::{DeviceRam, Loader};
+use crate::device_state::{self, Saving};
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Drive, Found, Granularity, ListedDisk, Tracking};
 use crate::fate::Fate;
@@ -108,8 +109,10 @@ pub struct QemuSource {
     state: Option<UnixStream>,
     /// The other end, where it is not QEMU that writes to it.
     saved_to: Option<Sender<Vec<u8>>>,
-    /// The machine type, asked for before the guest is stopped.
-    machine_type: String,
+    /// What it is to write there, from when the stream is opened until it is saved.
+    saving: Option<Saving>,
+    /// Whether QEMU may have a descriptor for that.
+    has_fd_set: bool,
     /// What is to load the device state.
     loader: Loader,
     /// What libvirt has of it, where it does.
@@ -262,7 +265,8 @@ impl QemuSource {
             settings: None,
             state: None,
             saved_to: None,
-            machine_type: String::new(),
+            saving: None,
+            has_fd_set: false,
             loader: Loader::Prepared,
             domain: None,
             proxmox: None,
@@ -572,10 +576,12 @@ impl QemuSource {
         // The guest first: an error here must not hide one there.
         let limits = self.lift_disk_limits();
         let settings = self.restore_settings();
+        let forgotten = self.forget_fd_set();
         let tracking = self.end_disk_tracking();
         let unlocked = self.unlock();
         running?;
         settings?;
+        forgotten?;
         tracking?;
         limits?;
         unlocked?;
@@ -641,6 +647,16 @@ impl QemuSource {
         let Some(settings) = self.settings.take() else { return Ok(()) };
         settings.restore(&mut *self.machine.qmp)?;
         self.note_if_possible(|left| left.settings = None);
+        Ok(())
+    }
+
+    fn forget_fd_set(&mut self) -> Result<(), QmpError> {
+        self.saving = None;
+        if !std::mem::take(&mut self.has_fd_set) {
+            return Ok(());
+        }
+        device_state::forget(&mut *self.machine.qmp)?;
+        self.note_if_possible(|left| left.fd_set = false);
         Ok(())
     }
 
@@ -767,5 +783,6 @@ impl Drop for QemuSource {
         let _ = self.end_disk_tracking();
         let _ = self.lift_disk_limits();
         let _ = self.restore_settings();
+        let _ = self.forget_fd_set();
     }
 }

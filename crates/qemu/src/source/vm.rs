@@ -16,13 +16,14 @@ use super::{
     END_LIMIT, FD_NAME, OWN_BLOCKS, QemuSource, SAVE_LIMIT, SILENT, failure_words, migration_event,
 };
 use crate::compare::Realized;
+use crate::device_state::{self, Saving};
 use crate::guard::{Left, Stage};
 use crate::libvirt::{QUESTION, SourceDomain};
 use crate::monitor::commands::{MigrateContinue, Quit};
 use crate::monitor::{QmpError, Seen};
 use crate::ram::StateBy;
 use crate::settings::MigrationSettings;
-use crate::{QemuError, compare, device_ram, device_state, guard, post_copy, start, userfaultfd};
+use crate::{QemuError, compare, device_ram, guard, post_copy, start, userfaultfd};
 
 impl SourceVm for QemuSource {
     fn machine(&self) -> &'static str {
@@ -119,7 +120,11 @@ impl SourceVm for QemuSource {
             guard.renew(&self.machine)?;
         }
         if self.state_by == StateBy::Saving {
-            self.machine_type = device_state::machine_type(&mut self.machine)?;
+            if self.machine.qmp.keeps_descriptors() {
+                self.note(|left| left.fd_set = true)?;
+                self.has_fd_set = true;
+            }
+            self.saving = Some(Saving::prepare(&mut self.machine)?);
             let (saved_to, state) = device_state::passed_on();
             self.saved_to = Some(saved_to);
             return Ok(Box::new(state));
@@ -148,10 +153,10 @@ impl SourceVm for QemuSource {
     fn release_state(&mut self) -> Result<(), VmError> {
         self.released = true;
         if self.state_by == StateBy::Saving {
-            let devices = {
-                let Self { machine, machine_type, device_ram, loader, .. } = self;
-                device_state::save(machine, machine_type, device_ram, *loader, SAVE_LIMIT)?
-            };
+            let Self { machine, device_ram, loader, saving, .. } = self;
+            // It was prepared when the stream was opened.
+            let saving = saving.take().ok_or(QemuError::Changed("the devices were saved"))?;
+            let devices = saving.save(machine, device_ram, *loader, SAVE_LIMIT)?;
             // Nobody has to have read it by now: it may be more than is taken before the last round
             // has ended. Who read it may also be gone, which is found out by whoever waits for it.
             let _ = self.saved_to.take().map(|to| to.send(devices));
@@ -231,6 +236,7 @@ impl SourceVm for QemuSource {
             self.end_disk_tracking()?;
             self.lift_disk_limits()?;
             self.restore_settings()?;
+            self.forget_fd_set()?;
             // It stays stopped, as the operator wanted, and nothing is left to be done.
             self.note_if_possible(|left| left.stage = Stage::Copying);
             return Ok(self.clear_left()?);
