@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use godwit_codec::Codec;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
-use godwit_engine::destination::{self, Received, receive};
+use godwit_engine::destination::{self, Notice, Received, receive};
 use godwit_engine::handle::{HandleError, MigrationHandle, Own};
 use godwit_engine::report::{Measures, Stage};
 use godwit_engine::source::{Options, PostCopy, Verify, migrate};
@@ -65,6 +65,12 @@ struct Moved {
 fn take_in(mut destination: Destination) -> (Address, JoinHandle<Result<Received, Failure>>) {
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
     let to = listener.address().unwrap();
+    let found = Arc::clone(&destination.found);
+    let mut hear = move |notice: &Notice| {
+        if let Notice::Accepted { features, .. } = notice {
+            found.lock().unwrap().features.clone_from(features);
+        }
+    };
     let receiving = std::thread::spawn(move || {
         let options = destination::Options {
             wait: Some(Duration::from_secs(60)),
@@ -72,7 +78,7 @@ fn take_in(mut destination: Destination) -> (Address, JoinHandle<Result<Received
             ..destination::Options::default()
         };
         let received =
-            receive(&mut destination, &listener, &options, &Cancel::default(), &mut |_| {});
+            receive(&mut destination, &listener, &options, &Cancel::default(), &mut hear);
         destination.judge();
         received
     });
@@ -110,6 +116,12 @@ fn plainly(options: &Options, handle: &MigrationHandle) -> Moved {
     move_over(options, handle, |_| {}, Address::clone)
 }
 
+impl Found {
+    fn has(&self, feature: &str) -> bool {
+        self.features.split([',', ' ']).any(|word| word == feature)
+    }
+}
+
 impl Moved {
     /// The guest has come whole, and part of it when it ran already.
     fn came_whole(&self) -> Measures {
@@ -120,6 +132,7 @@ impl Moved {
         assert!(self.found.ran && self.source.retired && self.source.guest.is_none());
         assert_eq!(self.found.misread, 0, "of {ALL} pages");
         assert!(self.found.finished, "something stays in the machine");
+        assert!(self.found.has("postcopy"), "{}", self.found.features);
         assert_eq!(post_copy.missing.0, self.found.missing * 4096);
         assert_eq!(fetched.missing.0, self.found.missing);
         measures
@@ -278,6 +291,9 @@ fn where_it_cannot_be_it_is_refused_before_anything_is_sent() {
     let handle = MigrationHandle::default();
     let moved = move_over(&options(PostCopy::Never), &handle, lacks, Address::clone);
     assert!(moved.result.is_ok() && moved.found.ran);
+    // Mutation: `consider` leaves it in what both sides have.
+    let features = &moved.found.features;
+    assert!(moved.found.has("restart") && !moved.found.has("postcopy"), "{features}");
 
     let disk = vec![Arc::new(SourceDisk::new("vda", 1 << 20))];
     for (options, disks, word) in [

@@ -372,6 +372,8 @@ pub struct Found {
     pub disks_closed: bool,
     /// Sources that only asked.
     pub inquiries: u32,
+    /// What both sides have, as the destination tells it.
+    pub features: String,
     /// Pages that were missing when the first device state came; what the guest read of them that
     /// was wrong; and whether nothing was left in the machine when all had come.
     pub missing: u64,
