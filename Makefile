@@ -32,7 +32,7 @@ demo: ## move a running guest between two VMs (DEMO=qemu|kvm|microvm), with proo
 	  $(DEMO_BUILD) --package xtask || exit 1; \
 	  echo "guest and QEMU are made ready while godwit is built"; \
 	  trap '[ -z "$$provided" ] || kill -- -$$provided 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
-	  setsid sh -c 'target/debug/xtask guest && target/debug/xtask qemu' & provided=$$!; \
+	  setsid sh -c 'target/debug/xtask guest && target/debug/xtask qemu-for-demo' & provided=$$!; \
 	fi; \
 	echo "building godwit, without all optimisation (figures of a release build are in docs/benchmarks.md)"; \
 	$(DEMO_BUILD) --package godwit-cli --package godwit-demo --bin godwit --bin godwit-demo --no-default-features || exit 1; \

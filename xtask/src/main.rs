@@ -30,6 +30,7 @@ const USAGE: &str = "usage: cargo run -p xtask -- CHORE
   stamp   builds target/stamp/godwit-stamp, a static program
   image   makes target/image: that program as kernel and initramfs, as an ISO, and for cloud images
   qemu    installs QEMU and its image tools if missing, and unpacks QEMU 10 and the newest
+  qemu-for-demo  installs QEMU if missing, and unpacks QEMU 10
   nats    unpacks a NATS server into target/nats
   previous  builds the godwit of the release before: target/previous
   semver  compares what the crates meant for others offer with the release before
@@ -46,6 +47,7 @@ fn main() -> ExitCode {
         "witnesses" => witness::build(),
         "image" => image::build(),
         "qemu" => qemu::provide(),
+        "qemu-for-demo" => qemu::provide_for_demo(),
         "nats" => nats::provide(),
         "previous" => previous::provide(),
         "semver" => semver::compare(),

@@ -37,10 +37,16 @@ struct Newer {
     of_stable: bool,
 }
 
-const NEWER: [Newer; 2] = [
-    Newer { name: "QEMU 10", dir: "qemu-10.0", of_stable: false },
-    Newer { name: "the newest QEMU", dir: "qemu-newest", of_stable: true },
-];
+const TEN: Newer = Newer { name: "QEMU 10", dir: "qemu-10.0", of_stable: false };
+const NEWEST: Newer = Newer { name: "the newest QEMU", dir: "qemu-newest", of_stable: true };
+
+/// Installs QEMU where it is missing, and unpacks QEMU 10 where that is possible: what the demo
+/// runs its guests in.
+pub(crate) fn provide_for_demo() -> anyhow::Result<()> {
+    install(PACKAGE, BINARY)?;
+    TEN.provide();
+    Ok(())
+}
 
 /// Installs QEMU where it is missing, and unpacks the newer ones where that is possible.
 pub(crate) fn provide() -> anyhow::Result<()> {
@@ -50,19 +56,8 @@ pub(crate) fn provide() -> anyhow::Result<()> {
     if let Err(problem) = install_libvirt() {
         println!("libvirt is not available here: {problem:#}");
     }
-    for newer in &NEWER {
-        let wrapper = newer.wrapper();
-        if let Some(version) = version(&wrapper) {
-            println!("{} is there: {version}", wrapper.display());
-            continue;
-        }
-        match newer.unpack() {
-            Ok(version) => println!("{} made: {version}", wrapper.display()),
-            Err(problem) => {
-                println!("{} is not available here, and is done without: {problem:#}", newer.name)
-            }
-        }
-    }
+    TEN.provide();
+    NEWEST.provide();
     Ok(())
 }
 
@@ -108,6 +103,21 @@ fn version(program: &Path) -> Option<String> {
 }
 
 impl Newer {
+    /// Unpacks it where that is possible, and says what became of it.
+    fn provide(&self) {
+        let wrapper = self.wrapper();
+        if let Some(version) = version(&wrapper) {
+            println!("{} is there: {version}", wrapper.display());
+            return;
+        }
+        match self.unpack() {
+            Ok(version) => println!("{} made: {version}", wrapper.display()),
+            Err(problem) => {
+                println!("{} is not available here, and is done without: {problem:#}", self.name)
+            }
+        }
+    }
+
     fn dir(&self) -> PathBuf {
         crate::target_dir().join(self.dir)
     }
