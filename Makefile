@@ -93,8 +93,8 @@ GODWIT_SOAK ?= 40
 .PHONY: soak-tests
 soak-tests: guest qemu ## the tests that find what is rare, forty times over (GODWIT_SOAK=N for more or less; an hour)
 	@$(CARGO) build --workspace --bins --features godwit-cli/test-hooks
-	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test direct_io -- --nocapture
-	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test free_memory no_page_in_use -- --nocapture
+	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test e2e direct_io:: -- --nocapture
+	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test e2e free_memory::no_page_in_use -- --nocapture
 	@GODWIT_CASES=$$(( $(GODWIT_SOAK) * 5000 )) $(CARGO) test --package godwit-balloon --lib
 
 # `make faults FAULTS='--only 1,40 --adapter kvm'` for a part, as --help tells; FULL=1: a thousand and more at random moments.
@@ -124,7 +124,7 @@ faults-postcopy: guest qemu ## kills, cuts and lost sources at random moments wh
 .PHONY: faults-coordinators
 faults-coordinators: nats ## kill or stop one of several coordinators of an evacuation at a hundred random moments (ten minutes)
 	@$(CARGO) build --package godwit-cli --features godwit-cli/test-hooks --bins
-	@$(CARGO) test --package godwit-e2e --test coordinators -- --ignored --nocapture
+	@$(CARGO) test --package godwit-e2e --test e2e coordinators:: -- --ignored --nocapture
 
 # Seconds for each target. `make fuzz FUZZ='frames nbd'` for some of them.
 FUZZ_SECONDS ?= 60

@@ -14,8 +14,8 @@ pub fn soak(short: usize) -> usize {
     number_in(SOAK).unwrap_or(short)
 }
 
-/// `full`, or the number in GODWIT_AT_MOST where that is smaller: what `.ci/run` grants each test
-/// of `make test-long`, so that CI has made each of them and still ends in time.
+/// `full`, or the number in GODWIT_AT_MOST where that is smaller, for whoever has less time than
+/// `make test-long` takes.
 ///
 /// # Panics
 /// When the variable holds anything but a number.
