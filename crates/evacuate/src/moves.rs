@@ -36,7 +36,7 @@ const SETTLE_LIMIT: Duration = Duration::from_secs(10);
 
 /// What is in the file of a move that was found not to have begun.
 const NEVER_BEGAN: &str =
-    "{\"outcome\":\"refused\",\"guest\":\"source\",\"error\":\"it never began\"}\n";
+    "{\"outcome\":\"never-began\",\"guest\":\"source\",\"error\":\"it never began\"}\n";
 
 /// See the module.
 #[derive(Debug)]
@@ -95,20 +95,37 @@ impl Moves {
     /// # Errors
     /// When a process of it lives.
     pub fn clear(&self) -> Result<(), String> {
-        let failed = |error: std::io::Error| format!("{}: {error}", self.directory.display());
-        let entries = std::fs::read_dir(&self.directory).map_err(failed)?;
-        let paths = entries.map(|entry| entry.map(|entry| entry.path())).collect::<Result<_, _>>();
-        let paths: Vec<PathBuf> = paths.map_err(failed)?;
+        self.check_ended(&self.directory)?.iter().try_for_each(|path| {
+            std::fs::remove_file(path).map_err(|error| format!("{}: {error}", path.display()))
+        })
+    }
+
+    /// Whether no other plan of this name has moves here: all of them are steered at control
+    /// sockets that bear the name.
+    ///
+    /// # Errors
+    /// When a process of one lives, whoever has begun it.
+    pub fn check_alone(&self) -> Result<(), String> {
+        let Some(parent) = self.directory.parent() else { return Ok(()) };
+        let others =
+            paths(parent)?.into_iter().filter(|path| path.is_dir() && *path != self.directory);
+        others.map(|other| self.check_ended(&other).map(drop)).collect()
+    }
+
+    /// The files of `directory`, whose processes have all ended.
+    fn check_ended(&self, directory: &Path) -> Result<Vec<PathBuf>, String> {
+        let paths = paths(directory)?;
         for path in &paths {
             if matches!(found(path)?, Some((_, true))) {
                 return Err(format!(
-                    "{} is of an earlier evacuation of this name, and its process lives: choose \
-                     another --name",
-                    path.display()
+                    "{} is of another evacuation named '{}', and its process lives: wait for its \
+                     end, or choose another --name",
+                    path.display(),
+                    self.name
                 ));
             }
         }
-        paths.iter().try_for_each(|path| std::fs::remove_file(path).map_err(failed))
+        Ok(paths)
     }
 
     /// Starts `command` with the file `path` as its output, locked, in a process group of its own:
@@ -243,7 +260,8 @@ impl Moves {
     fn settle(&self, plan: &Plan, attempt: &Attempt, said_nothing: bool) -> Look {
         let vm = &plan.vms[attempt.vm];
         match self.fact(vm) {
-            Fact::Here if said_nothing => Look::NeverBegan,
+            // It may say nothing the next time either, so that counts.
+            Fact::Here if said_nothing => Look::Failed("it never began".to_owned()),
             Fact::Here => Look::Failed("what moved it was killed".to_owned()),
             Fact::Unsettled(known) => {
                 Look::InDoubt(format!("what moved it was killed, and the guest is {known}"))
@@ -308,6 +326,13 @@ fn has_it(line: &Value) -> bool {
 fn plain(name: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' };
     name.chars().map(plain).collect()
+}
+
+/// What is in `directory`.
+fn paths(directory: &Path) -> Result<Vec<PathBuf>, String> {
+    let failed = |error: std::io::Error| format!("{}: {error}", directory.display());
+    let entries = std::fs::read_dir(directory).map_err(failed)?;
+    entries.map(|entry| Ok(entry.map_err(failed)?.path())).collect()
 }
 
 /// The file at `path`, if there is one, and whether its process lives.
@@ -405,6 +430,7 @@ impl Hands for Moves {
         let why = last["error"].as_str().map_or_else(|| errors_of(&path), str::to_owned);
         match (last["outcome"].as_str(), last["guest"].as_str()) {
             (Some("migrated"), _) => Look::Moved,
+            (Some("never-began"), _) => Look::NeverBegan,
             (Some("refused"), _) | (_, Some("source")) => Look::Failed(why),
             (outcome, guest) => Look::InDoubt(format!(
                 "{why} ({}; the guest: {})",
@@ -428,122 +454,4 @@ impl Hands for Moves {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Waits while a lock that was let go of is still held: the child that another test starts has
-    /// this process's locks until it runs its program.
-    fn await_lock(mut is_held: impl FnMut() -> bool) {
-        let until = Instant::now() + Duration::from_secs(10);
-        while is_held() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-
-    #[test]
-    fn a_move_that_was_found_not_to_have_begun_does_not_begin() {
-        let directory = std::env::temp_dir().join(format!("godwit-burnt-{}", std::process::id()));
-        let new = || Moves::new(&directory, "x", Path::new("/bin/true"), Path::new("/run"));
-        let (mut stopped, mut next) = (new().unwrap(), new().unwrap());
-        let plan = crate::runner::tests::plan();
-        let attempt = Attempt { vm: 0, to: 0, number: 1 };
-        assert_eq!(next.look(&plan, &attempt), Look::NeverBegan);
-        let rate = Rate::from_bytes_per_second(1e6);
-        let why = stopped.begin(&plan, &attempt, rate).unwrap_err();
-        assert!(why.contains("another coordinator has gone on"), "{why}");
-        await_lock(|| next.look(&plan, &attempt) == Look::Moving);
-        assert_eq!(next.look(&plan, &attempt), Look::Failed("it never began".to_owned()));
-        // The other way round it is found, though it has said nothing yet.
-        let second = Attempt { number: 2, ..attempt };
-        let held = claim(&next.file(&plan.vms[0], &second), "").unwrap().unwrap();
-        assert_eq!(next.look(&plan, &second), Look::Moving);
-        assert!(next.clear().unwrap_err().contains("its process lives"));
-        drop(held);
-        await_lock(|| next.clear().is_err_and(|why| why.contains("its process lives")));
-        next.clear().unwrap();
-        assert_eq!(std::fs::read_dir(&directory).unwrap().count(), 0);
-        std::fs::remove_dir_all(directory).unwrap();
-    }
-
-    #[test]
-    fn a_guest_whose_mover_was_killed_has_moved_if_its_destination_says_that_it_runs() {
-        use std::collections::BTreeMap;
-        use std::os::unix::fs::PermissionsExt;
-
-        use crate::plan::{PlannedDestination, PlannedVm};
-
-        let directory = std::env::temp_dir().join(format!("godwit-settle-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).unwrap();
-        let godwit = directory.join("godwit");
-        std::fs::write(&godwit, "#!/bin/sh\necho '{\"known\":\"gone\"}'\n").unwrap();
-        std::fs::set_permissions(&godwit, PermissionsExt::from_mode(0o755)).unwrap();
-        let mut moves = Moves::new(&directory, "x", &godwit, Path::new("/run")).unwrap();
-        let vm = PlannedVm {
-            name: "a".to_owned(),
-            vm: "qemu:/a".to_owned(),
-            memory_bytes: 1,
-            data_bytes: 1,
-            dirty_bytes_per_second: 0.0,
-            cpu: None,
-            group: None,
-            disks: BTreeMap::new(),
-            receivers: BTreeMap::new(),
-        };
-        let east = PlannedDestination {
-            name: "east".to_owned(),
-            room_bytes: 1,
-            cpus: Vec::new(),
-            at_once: 1,
-            groups: Vec::new(),
-        };
-        let plan = Plan {
-            bytes_per_second: 1.0,
-            at_once: 1,
-            cpu_percent: None,
-            options: Vec::new(),
-            vms: vec![vm],
-            destinations: vec![east],
-            forecast_seconds: 0.0,
-            began_ms: 0,
-            home: None,
-        };
-        let attempt = Attempt { vm: 0, to: 0, number: 1 };
-        std::fs::write(directory.join("a.1.jsonl"), "{\"event\":\"progress\"}\n").unwrap();
-        // As `godwit receive --json` ends.
-        for (last, moved) in [("running", true), ("paused", true), ("failed", false)] {
-            let line = format!("{{\"outcome\":\"{last}\"}}\n");
-            std::fs::write(directory.join("a@east.receive"), line).unwrap();
-            let look = moves.look(&plan, &attempt);
-            assert_eq!(look == Look::Moved, moved, "{last}: {look:?}");
-        }
-        std::fs::remove_dir_all(directory).unwrap();
-    }
-
-    #[test]
-    fn a_file_is_locked_for_as_long_as_its_process_lives_and_says_what_it_said() {
-        let directory = std::env::temp_dir().join(format!("godwit-moves-{}", std::process::id()));
-        let mut moves =
-            Moves::new(&directory, "x", Path::new("/bin/true"), Path::new("/run")).unwrap();
-        let path = directory.join("a.1.jsonl");
-        assert!(matches!(said(&path).unwrap(), Said::Nothing));
-        let mut command = Command::new("/bin/sh");
-        let script = "echo '{\"event\":\"progress\"}'; read -r line < \"$0\"; \
-                      echo '{\"outcome\":\"migrated\"}'";
-        command.args(["-c", script]);
-        let gate = directory.join("gate");
-        assert!(Command::new("mkfifo").arg(&gate).status().unwrap().success());
-        command.arg(&gate);
-        moves.start(command, &path).unwrap();
-        let until = Instant::now() + Duration::from_secs(10);
-        while !matches!(said(&path).unwrap(), Said::Lives(lines) if lines.len() == 1) {
-            assert!(Instant::now() < until);
-        }
-        let again = moves.start(Command::new("/bin/true"), &path).unwrap_err();
-        assert!(again.contains("belongs to a process that lives"), "{again}");
-        std::fs::write(&gate, "go\n").unwrap();
-        while !matches!(said(&path).unwrap(), Said::Ended(lines) if lines.len() == 2) {
-            assert!(Instant::now() < until);
-        }
-        std::fs::remove_dir_all(directory).unwrap();
-    }
-}
+mod tests;

@@ -33,7 +33,7 @@ pub mod keys {
 /// What is seen of a move.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Look {
-    /// It never began: nothing of it is there, and the guest runs at the source.
+    /// It never began, and cannot begin any more; the guest runs at the source.
     NeverBegan,
     /// It is under way.
     Moving,
@@ -59,6 +59,14 @@ pub trait Hands {
     fn pace(&mut self, plan: &Plan, attempt: &Attempt, rate: Rate) -> bool;
     /// Asks one to end; the guest stays.
     fn cancel(&mut self, plan: &Plan, attempt: &Attempt);
+    /// Whether a move could begin now: not on a host that does not answer.
+    fn are_there(&mut self) -> bool {
+        true
+    }
+    /// Why they are not, if an operator has to know.
+    fn trouble(&self) -> Option<String> {
+        None
+    }
 }
 
 /// Something that an operator wants to hear of.
@@ -266,6 +274,9 @@ impl<'a, S: Store> Runner<'a, S> {
             self.evacuation.set_at_once(0, at_once);
         }
         self.evacuation.pause(wanted.paused || wanted.cancelled);
+        if wanted.paused || wanted.cancelled {
+            self.withdraw();
+        }
         if wanted.cancelled {
             for attempt in self.moving() {
                 self.hands.cancel(&self.plan, &attempt);
@@ -325,6 +336,17 @@ impl<'a, S: Store> Runner<'a, S> {
     /// When it cannot be written.
     pub fn conclude(&mut self, outcome: &[u8]) -> Result<(), EvacuateError> {
         self.store.put(OUTCOME, outcome)
+    }
+
+    /// Whether the host that is emptied answers.
+    pub fn is_reached(&mut self) -> bool {
+        self.hands.are_there()
+    }
+
+    /// Why it does not, if an operator has to know.
+    #[must_use]
+    pub fn trouble(&self) -> Option<String> {
+        self.hands.trouble()
     }
 
     /// The plan.
@@ -389,6 +411,10 @@ impl<'a, S: Store> Runner<'a, S> {
                 look => self.end(&attempt, look, &mut events)?,
             }
         }
+        if !self.hands.are_there() {
+            self.withdraw();
+            return Ok(events);
+        }
         self.pending.extend(self.evacuation.advance());
         while let Some(action) = self.pending.pop_front() {
             match action {
@@ -407,6 +433,16 @@ impl<'a, S: Store> Runner<'a, S> {
         Ok(events)
     }
 
+    /// What was to begin, and has waited for others to make room, waits for its turn again.
+    fn withdraw(&mut self) {
+        let evacuation = &mut self.evacuation;
+        self.pending.retain(|action| {
+            let Action::Begin { vm, .. } = *action else { return true };
+            evacuation.ended(vm, Ending::NeverBegan);
+            false
+        });
+    }
+
     fn start(
         &mut self,
         vm: usize,
@@ -414,11 +450,12 @@ impl<'a, S: Store> Runner<'a, S> {
         rate: Rate,
         events: &mut Vec<Event>,
     ) -> Result<(), EvacuateError> {
+        if !self.hands.are_there() {
+            self.evacuation.ended(vm, Ending::NeverBegan);
+            return Ok(());
+        }
         let attempt = Attempt { vm, to, number: self.attempts(vm) + 1 };
         self.write(vm, Step::Moving(attempt.clone()))?;
-        if self.wanted.cancelled {
-            return self.end(&attempt, Look::Failed("it was cancelled".to_owned()), events);
-        }
         match self.hands.begin(&self.plan, &attempt, rate) {
             Ok(()) => events.push(Event::Began { vm, to, rate }),
             Err(why) => self.end(&attempt, Look::Failed(why), events)?,
@@ -480,7 +517,7 @@ impl<'a, S: Store> Runner<'a, S> {
             Look::NeverBegan => {
                 let why = "it never began".to_owned();
                 self.write(vm, Step::Failed { to, number, why })?;
-                self.evacuation.ended(vm, Ending::Failed);
+                self.evacuation.ended(vm, Ending::NeverBegan);
             }
             Look::Failed(why) => {
                 self.write(vm, Step::Failed { to, number, why: why.clone() })?;

@@ -68,6 +68,8 @@ pub enum Ending {
     Refused,
     /// Nobody but an operator can tell.
     InDoubt,
+    /// It was not begun after all: that counts as no attempt.
+    NeverBegan,
 }
 
 /// What is to be done, in this order.
@@ -291,6 +293,10 @@ impl Evacuation {
         match ending {
             Ending::Moved => self.places[vm] = Place::Moved { to },
             Ending::InDoubt => self.places[vm] = Place::Stays(Stays::Operator),
+            Ending::NeverBegan => {
+                self.rooms.release(&self.vms[vm], to);
+                self.place(vm);
+            }
             Ending::Refused => {
                 self.rooms.release(&self.vms[vm], to);
                 self.places[vm] = Place::Stays(Stays::Failed);

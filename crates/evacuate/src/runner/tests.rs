@@ -281,6 +281,134 @@ fn a_pause_holds_for_the_next_coordinator() {
     assert_eq!(runner.turn().unwrap().len(), 1);
 }
 
+/// Hands on a host that is not always reached.
+struct Elsewhere {
+    own: Own,
+    is_there: Rc<Cell<bool>>,
+    /// Whether moves are told their rates.
+    paces: Rc<Cell<bool>>,
+    /// How often one was asked there to cancel.
+    cancels: Rc<Cell<u32>>,
+}
+
+impl Elsewhere {
+    fn new(world: &Rc<RefCell<World>>) -> Self {
+        let own = Own(Rc::clone(world), Life(Rc::new(Cell::new(u32::MAX))));
+        let yes = || Rc::new(Cell::new(true));
+        Self { own, is_there: yes(), paces: yes(), cancels: Rc::default() }
+    }
+}
+
+impl Hands for Elsewhere {
+    fn begin(&mut self, plan: &Plan, attempt: &Attempt, rate: Rate) -> Result<(), String> {
+        self.own.begin(plan, attempt, rate)
+    }
+
+    fn look(&mut self, plan: &Plan, attempt: &Attempt) -> Look {
+        if self.is_there.get() { self.own.look(plan, attempt) } else { Look::Moving }
+    }
+
+    fn pace(&mut self, plan: &Plan, attempt: &Attempt, rate: Rate) -> bool {
+        self.is_there.get() && self.paces.get() && self.own.pace(plan, attempt, rate)
+    }
+
+    fn cancel(&mut self, _: &Plan, _: &Attempt) {
+        self.cancels.set(self.cancels.get() + u32::from(self.is_there.get()));
+    }
+
+    fn are_there(&mut self) -> bool {
+        self.is_there.get()
+    }
+}
+
+#[test]
+fn nothing_begins_on_a_host_that_is_not_reached_and_no_attempt_is_counted() {
+    // Mutations: it is written down all the same; it counts as one that failed.
+    let (mut store, world) = (MemoryStore::default(), Rc::new(RefCell::new(World::default())));
+    store.put(PLAN, &bytes(&plan())).unwrap();
+    let mut hands = Elsewhere::new(&world);
+    let (there, cancels) = (Rc::clone(&hands.is_there), Rc::clone(&hands.cancels));
+    there.set(false);
+    let (mut runner, _) = Runner::resume(store.clone(), "memory", &mut hands).unwrap();
+    for _ in 0..10 {
+        assert!(runner.turn().unwrap().is_empty() && !runner.is_over());
+    }
+    assert_eq!((store.list(VM).unwrap().len(), world.borrow().moves.len()), (0, 0));
+    assert!(runner.report().vms.iter().all(|vm| vm.state == "waiting" && vm.attempts == 0));
+    there.set(true);
+    assert_eq!(runner.turn().unwrap().len(), 3);
+    // Those under way stay so, others wait though there is room, and they are asked to end when it
+    // is reached again.
+    there.set(false);
+    runner.limit(Rate::from_bytes_per_second(1e8), 6).unwrap();
+    runner.turn().unwrap();
+    let moving = runner.report().vms.iter().filter(|vm| vm.state == "moving").count();
+    assert_eq!((moving, world.borrow().moves.len()), (3, 3));
+    runner.cancel().unwrap();
+    for _ in 0..10 {
+        world.borrow_mut().pass_time();
+        assert!(runner.turn().unwrap().is_empty() && !runner.is_over());
+        runner.tell_again().unwrap();
+    }
+    assert_eq!(cancels.get(), 0);
+    there.set(true);
+    runner.tell_again().unwrap();
+    assert_eq!(cancels.get(), 3);
+    runner.turn().unwrap();
+    assert!(runner.is_over() && world.borrow().moves.len() == 3);
+}
+
+#[test]
+fn a_move_that_never_began_is_tried_again_and_was_no_attempt() {
+    // Mutation: three of them, and the guest stays.
+    struct Deaf(Own, u32);
+    impl Hands for Deaf {
+        fn begin(&mut self, plan: &Plan, attempt: &Attempt, rate: Rate) -> Result<(), String> {
+            self.1 = self.1.saturating_sub(1);
+            if self.1 == 0 { self.0.begin(plan, attempt, rate) } else { Ok(()) }
+        }
+        fn look(&mut self, plan: &Plan, attempt: &Attempt) -> Look {
+            self.0.look(plan, attempt)
+        }
+        fn pace(&mut self, plan: &Plan, attempt: &Attempt, rate: Rate) -> bool {
+            self.0.pace(plan, attempt, rate)
+        }
+        fn cancel(&mut self, _: &Plan, _: &Attempt) {}
+    }
+    let (mut store, world) = (MemoryStore::default(), Rc::new(RefCell::new(World::default())));
+    store.put(PLAN, &bytes(&plan())).unwrap();
+    let own = Own(Rc::clone(&world), Life(Rc::new(Cell::new(u32::MAX))));
+    let mut hands = Deaf(own, 40);
+    let (mut runner, _) = Runner::resume(store, "memory", &mut hands).unwrap();
+    while !runner.is_over() {
+        runner.turn().unwrap();
+        world.borrow_mut().pass_time();
+    }
+    assert_eq!(runner.report().stayed, 0, "{:?}", runner.report());
+}
+
+#[test]
+fn what_waits_to_begin_when_a_pause_comes_does_not_begin() {
+    // Mutation: only what was not planned yet is held back.
+    let (mut store, world) = (MemoryStore::default(), Rc::new(RefCell::new(World::default())));
+    store.put(PLAN, &bytes(&Plan { at_once: 2, ..plan() })).unwrap();
+    let mut hands = Elsewhere::new(&world);
+    let paces = Rc::clone(&hands.paces);
+    let (mut runner, _) = Runner::resume(store, "memory", &mut hands).unwrap();
+    runner.turn().unwrap();
+    // Those under way cannot be told to make room for a third.
+    paces.set(false);
+    runner.limit(Rate::from_bytes_per_second(1e8), 3).unwrap();
+    runner.turn().unwrap();
+    runner.pause(true).unwrap();
+    paces.set(true);
+    runner.turn().unwrap();
+    assert_eq!(world.borrow().moves.len(), 2);
+    runner.pause(false).unwrap();
+    runner.turn().unwrap();
+    assert_eq!(world.borrow().moves.len(), 3);
+}
+
 #[test]
 fn limits_that_are_changed_hold_at_once_and_after_a_kill() {
     let (mut store, world) = (MemoryStore::default(), Rc::new(RefCell::new(World::default())));

@@ -271,6 +271,22 @@ fn what_failed_goes_elsewhere_and_three_times_is_enough() {
 }
 
 #[test]
+fn what_did_not_begin_waits_again_and_that_was_no_attempt() {
+    // Mutation: it counts as one that failed.
+    let hosts = vec![Destination::new(ByteCount(8 << 30)), Destination::new(ByteCount(4 << 30))];
+    let vms = vec![Vm::idle(ByteCount(1 << 30)); 2];
+    let mut evacuation = Evacuation::new(vms, hosts, vec![Source::new(rate(1e8), 2)]);
+    let first = evacuation.advance();
+    for _ in 0..5 {
+        evacuation.ended(0, Ending::NeverBegan);
+        assert_eq!(evacuation.advance(), [first[0]], "the other keeps its share");
+    }
+    evacuation.ended(0, Ending::Moved);
+    evacuation.ended(1, Ending::Moved);
+    assert!(evacuation.is_over());
+}
+
+#[test]
 fn facts_are_taken_up_and_nothing_is_moved_again() {
     let hosts = vec![Destination::new(ByteCount(4 << 30)), Destination::new(ByteCount(4 << 30))];
     let vms = vec![Vm::idle(ByteCount(2 << 30)); 4];
