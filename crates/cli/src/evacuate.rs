@@ -7,53 +7,46 @@
 //!   control    the socket by which it is steered, from both ends
 //!   tell       what is printed: the plan, each step, the end
 //!   live       the moves under way as a table that is rewritten
+//!   desk       the coordinator at work
+//!   reach      the host that is emptied, this one or another
 //!   shared     several coordinators, one of which acts
 //! ```
 
 mod control;
+mod desk;
 mod from;
 mod hosts;
 mod limits;
 mod live;
+mod reach;
 mod shared;
 mod tell;
 
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::mpsc::Receiver as Requests;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
 use clap::Args;
 use godwit_daemon::client::HostAddress;
-use godwit_engine::Cancel;
 use godwit_engine::handle::all_settings;
-use godwit_evacuate::{EvacuateError, Event, List, Moves, Plan, RedbStore, Runner, Store};
+use godwit_evacuate::{EvacuateError, List, Plan, RedbStore, Runner};
 use godwit_fleet::{Evacuation, NoFaults, run as run_virtually};
 use godwit_qemu::run_directory;
 use godwit_units::{GRAMMAR, Rate};
-use serde_json::json;
 
 use crate::layout;
 use crate::output::json_line;
 use crate::process::{self, CANCELLED, FAILED, OPERATOR};
 use crate::processors::Processors;
 use crate::run_directory::hold_name;
-use control::{Asked, serve};
+use control::serve;
+use desk::{Desk, End, coordinate};
 use from::From;
 use limits::{Limit, MOST_AT_ONCE};
-use live::Live;
+use reach::Reach;
 use shared::StoreArguments;
-
-/// How often moves are looked at.
-const TICK: Duration = Duration::from_millis(100);
-/// A terminal hears of those under way this often.
-const NEWS: Duration = Duration::from_secs(5);
-/// How often a store that is shared is asked what operators want, and told how far it is.
-const HEED: Duration = Duration::from_millis(500);
-/// How often moves are told their shares once more, where there are other coordinators.
-const TELL_AGAIN: Duration = Duration::from_secs(2);
 
 pub(crate) use control::that_run;
 
@@ -188,7 +181,7 @@ fn name(text: &str) -> Result<String, String> {
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let done = match () {
-        () if arguments.shared.is_hands() => shared::hands(arguments),
+        () if arguments.shared.is_hands() => reach::serve(arguments),
         () if arguments.pause => steer(arguments, "pause"),
         () if arguments.proceed => steer(arguments, "continue"),
         () if arguments.cancel => steer(arguments, "cancel"),
@@ -249,19 +242,28 @@ fn evacuate(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     }
     private(&directory).with_context(|| place.clone())?;
     // Its moves are found by its name at their control sockets, wherever its plan is kept.
-    let _name = hold_name(&run_directory::path(), &arguments.name, &place)?;
+    let here = arguments.shared.on().is_none();
+    let name = here.then(|| hold_name(&run_directory::path(), &arguments.name, &place));
+    let _name = name.transpose()?;
+    if plan.is_some() && store.exists() {
+        return Err(EvacuateError::Planned { place }.into());
+    }
+    let old = plan.is_none().then(|| RedbStore::open(&store)).transpose()?;
+    let known = old.as_ref().map(shared::read_plan).transpose()?.flatten();
+    // Ctrl-C ends the wait for a host that does not answer.
+    let mut reach = Reach::alone(arguments, known.as_ref(), &place)?;
     let cancel = process::cancel_on_signals();
-    let godwit = std::env::current_exe().context("this program cannot be found")?;
-    let mut moves =
-        Moves::new(&directory.join("moves"), &arguments.name, &godwit, &run_directory::path())?;
-    let (mut runner, events) = match &plan {
-        Some(plan) => {
-            if !store.exists() {
-                moves.clear().map_err(anyhow::Error::msg)?;
-            }
+    let (mut runner, events) = match (plan, old) {
+        (_, Some(mut store)) => {
+            Runner::uncancel(&mut store)?;
+            Runner::resume(store, &place, reach.hands())?
+        }
+        (Some(plan), None) => {
+            reach.clear()?;
+            let plan = Plan { home: reach.home().filter(|_| !here).cloned(), ..plan };
             // The file has its name only when the plan is in it.
             let new = directory.join(format!("plan.redb.new{}", std::process::id()));
-            let runner = Runner::begin(RedbStore::open(&new)?, plan, &place, &mut moves);
+            let runner = Runner::begin(RedbStore::open(&new)?, &plan, &place, reach.hands());
             let linked = std::fs::hard_link(&new, &store);
             std::fs::remove_file(&new)?;
             linked.map_err(|error| match error.kind() {
@@ -272,11 +274,7 @@ fn evacuate(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             })?;
             (runner?, Vec::new())
         }
-        None => {
-            let mut store = RedbStore::open(&store)?;
-            Runner::uncancel(&mut store)?;
-            Runner::resume(store, &place, &mut moves)?
-        }
+        (None, None) => return Err(EvacuateError::NoPlan { place }.into()),
     };
     let (_socket, requests) = serve(&directory.join("control"))?;
     let names = runner.plan().clone();
@@ -291,7 +289,11 @@ fn evacuate(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         requests: Some(&requests),
         shared: false,
     };
-    coordinate(&mut runner, &desk, &events)?;
+    if let End::Left = coordinate(&mut runner, &desk, &events)? {
+        let text = "moves under way could not be cancelled, and go on: take them up by --resume";
+        tell::note("left", text, arguments.json);
+        return Ok(ExitCode::from(CANCELLED));
+    }
     let report = runner.report();
     let cancelled = runner.wanted().cancelled;
     let whole = tell::whole_report(&names, &report, began.elapsed(), cancelled);
@@ -314,110 +316,6 @@ fn exit_code(in_doubt: u64, stayed: u64, cancelled: bool) -> ExitCode {
     }
 }
 
-/// Where a coordinator works: who may ask it for something, and to whom it tells.
-struct Desk<'a> {
-    arguments: &'a Arguments,
-    names: &'a Plan,
-    cancel: &'a Cancel,
-    requests: Option<&'a Requests<Asked>>,
-    /// Others stand by, and wishes may be found in the store.
-    shared: bool,
-}
-
-/// How a coordinator comes to an end.
-enum End {
-    /// There is nothing left to do.
-    Over,
-    /// Others go on.
-    Left,
-}
-
-/// Coordinates until there is nothing left to do.
-fn coordinate<S: Store>(
-    runner: &mut Runner<'_, S>,
-    desk: &Desk<'_>,
-    events: &[Event],
-) -> Result<End, EvacuateError> {
-    let json = desk.arguments.json;
-    let live = (!json).then(|| Live::start(&desk.arguments.name)).flatten();
-    let say = |events: &[Event]| {
-        if !events.is_empty() {
-            live::beside(live.as_ref(), || tell::events(desk.names, events, json));
-        }
-    };
-    let limits_of = |runner: &Runner<'_, S>| {
-        let plan = runner.plan();
-        (Rate::from_bytes_per_second(plan.bytes_per_second), plan.at_once)
-    };
-    say(events);
-    let (mut news, mut heard, mut told) = (Instant::now(), Instant::now(), Instant::now());
-    while !runner.is_over() {
-        if desk.cancel.is_cancelled() {
-            if desk.shared {
-                return Ok(End::Left);
-            }
-            if !runner.wanted().cancelled {
-                runner.cancel()?;
-            }
-        }
-        while let Some(Ok((request, answer))) = desk.requests.map(Requests::try_recv) {
-            let done = answered(&request, runner);
-            if let Ok(Some(limits)) = &done {
-                live::beside(live.as_ref(), || tell::limits(limits, json));
-            }
-            let report = || tell::as_json(&runner.report());
-            let _ = answer.send(done.map_or_else(|why| json!({ "error": why }), |_| report()));
-        }
-        if desk.shared && heard.elapsed() > HEED {
-            heard = Instant::now();
-            let before = limits_of(runner);
-            if runner.heed()? && limits_of(runner) != before {
-                live::beside(live.as_ref(), || tell::limits(&limits_of(runner), json));
-            }
-            runner.publish()?;
-        }
-        if desk.shared && told.elapsed() > TELL_AGAIN {
-            told = Instant::now();
-            runner.tell_again()?;
-        }
-        say(&runner.turn()?);
-        if let Some(live) = &live {
-            live.show(&runner.report());
-        } else if news.elapsed() > NEWS && !json {
-            news = Instant::now();
-            tell::news(&runner.report());
-        }
-        if !runner.is_over() {
-            std::thread::sleep(TICK);
-        }
-    }
-    Ok(End::Over)
-}
-
-/// Does what somebody has asked for at the control socket; the limits, if they are others now.
-///
-/// # Errors
-/// Why not: nothing has changed then.
-fn answered<S: Store>(
-    request: &str,
-    runner: &mut Runner<'_, S>,
-) -> Result<Option<(Rate, u32)>, String> {
-    match request {
-        "pause" => runner.pause(true).map_err(|error| error.to_string())?,
-        "continue" => runner.pause(false).map_err(|error| error.to_string())?,
-        "cancel" => runner.cancel().map_err(|error| error.to_string())?,
-        "status" => {}
-        other => {
-            let plan = runner.plan();
-            let now = (Rate::from_bytes_per_second(plan.bytes_per_second), plan.at_once);
-            let (budget, at_once) = limits::asked(other, now)?;
-            runner.limit(budget, at_once).map_err(|error| error.to_string())?;
-            return Ok(Some((budget, at_once)));
-        }
-    }
-    Ok(None)
-}
-
 /// A directory for this user alone.
 fn private(directory: &Path) -> std::io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
@@ -433,9 +331,10 @@ fn planned(arguments: &Arguments) -> anyhow::Result<Plan> {
     }
     let mut list = arguments.list.as_deref().map_or_else(|| Ok(List::default()), List::read)?;
     if let Some(from) = &arguments.from {
-        list = list.of(&file, from.vms(&arguments.only, &arguments.except)?)?;
+        list = list.of(&file, reach::vms(arguments, from)?)?;
     }
-    hosts::ask(&mut list, &arguments.to, arguments.keys.as_deref())?;
+    let godwit = reach::program(arguments)?;
+    hosts::ask(&mut list, &arguments.to, arguments.keys.as_deref(), &godwit)?;
     let mut plan = list.plan(&file, arguments.bandwidth, arguments.at_once)?;
     if plan.vms.is_empty() {
         bail!(

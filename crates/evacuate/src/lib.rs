@@ -41,7 +41,7 @@ pub use moves::{Moves, migration, this_host};
 #[cfg(feature = "nats")]
 pub use nats::{NatsOptions, NatsStore};
 pub use plan::{Attempt, Home, Plan, PlannedDestination, PlannedVm, Receiver, Step, Wanted};
-pub use remote::{RemoteHands, serve_hands};
+pub use remote::{Files, Host, RemoteHands, serve_hands};
 pub use runner::{Event, Hands, Look, Report, ReportedVm, Runner, keys};
 pub use silence::Silence;
 pub use store::{Lease, MemoryStore, RedbStore, Store, Tenure, Wishes};

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use godwit_units::{ByteCount, Rate};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::EvacuateError;
 use crate::command::filled;
@@ -19,7 +19,7 @@ use crate::plan::{Plan, PlannedDestination, PlannedVm, Receiver};
 /// let vm = ListedVm { vm: "libvirt:web01".into(), memory: "4GiB".into(), ..Default::default() };
 /// assert!(vm.to.is_empty(), "it goes to whichever destination says how it receives");
 /// ```
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct ListedVm {
     /// Its name; else the `vm`.

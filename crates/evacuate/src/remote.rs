@@ -1,30 +1,35 @@
 //! Moves on another host than the coordinator's: a godwit there is told of each step, line by line,
-//! over whatever runs it (ssh, for one), and does what [`Moves`] do.
+//! over whatever runs it (ssh, for one), and does what [`Moves`](crate::Moves) do.
 //!
 //! Invariant: what became of a question that was not answered is not guessed. A move that may have
-//! begun counts as under way until the host can be asked again.
+//! begun counts as under way until the host can be asked again, and nothing begins until then.
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+mod link;
+mod serve;
+
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use godwit_units::Rate;
 use serde::{Deserialize, Serialize};
 
-use crate::moves::Moves;
+use self::link::{ANSWER_LIMIT, Link, SILENT};
+pub use self::serve::{Host, serve_hands};
+use crate::list::ListedVm;
 use crate::plan::{Attempt, Home, Plan};
 use crate::runner::{Hands, Look};
 
-/// Until an answer: a destination may take half a minute to listen, and a guest to be found again.
-const ANSWER_LIMIT: Duration = Duration::from_secs(120);
+/// Whoever steers the coordinator waits meanwhile. What is answered later is kept.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// An operator is told of a host that has not answered for so long.
+const SILENCE: Duration = Duration::from_secs(5);
 /// Between two attempts to reach the host.
 const AGAIN: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Serialize, Deserialize)]
 enum Ask {
-    /// The evacuation of this name, whose files are in this directory, if that is known.
+    /// The evacuation of this name, whose files are there, if that is known: beside those of others
+    /// of the name, where the path is relative.
     Open(String, Option<PathBuf>),
     Clear,
     Plan(Plan),
@@ -32,6 +37,12 @@ enum Ask {
     Look(Attempt),
     Pace(Attempt, f64),
     Cancel(Attempt),
+    /// Which of the VMs of a manager there are to leave.
+    Vms {
+        manager: String,
+        only: Vec<String>,
+        except: Vec<String>,
+    },
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -40,6 +51,26 @@ enum Answer {
     Done,
     No(String),
     Seen(Look),
+    Vms(Vec<ListedVm>),
+}
+
+/// Which files of moves on the host are meant.
+///
+/// ```
+/// use godwit_evacuate::{Files, RemoteHands};
+///
+/// let nowhere = ["/nowhere/godwit".to_owned()];
+/// let refused = RemoteHands::reach(&nowhere, "weekly", Files::New).unwrap_err();
+/// assert!(refused.starts_with("/nowhere/godwit does not start"));
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub enum Files<'a> {
+    /// Those of the evacuation's name, for all coordinators that have one store.
+    OfName,
+    /// Those of a new plan that nobody else has.
+    New,
+    /// Those of a plan that is known, and no other host's.
+    Known(&'a Home),
 }
 
 /// Hands on another host.
@@ -47,93 +78,66 @@ enum Answer {
 pub struct RemoteHands {
     command: Vec<String>,
     name: String,
+    files: Option<PathBuf>,
     home: Option<Home>,
     link: Option<Link>,
-    /// When the host was last tried in vain, and what was heard.
-    failed: Option<(Instant, String)>,
-}
-
-#[derive(Debug)]
-struct Link {
-    child: Child,
-    answers: Receiver<std::io::Result<String>>,
     /// The bandwidth of the plan that it knows, if it knows it: nothing else of a plan changes.
     knows_plan: Option<f64>,
+    /// When the host was last tried in vain, and what was heard.
+    failed: Option<(Instant, String)>,
+    /// Moves whose end was told when nobody waited for it any more.
+    late: Vec<(Attempt, Look)>,
 }
 
-impl Drop for Link {
-    fn drop(&mut self) {
-        // It ends with its input; what only carries it (ssh) might not.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Link {
-    fn start(command: &[String]) -> Result<Self, String> {
-        let (program, words) = command.split_first().ok_or("there is no command")?;
-        let mut child = Command::new(program)
-            .args(words)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .map_err(|error| format!("{program} does not start: {error}"))?;
-        let output = child.stdout.take().ok_or("it has no output")?;
-        let (sender, answers) = channel();
-        let read = move || {
-            for line in BufReader::new(output).lines() {
-                if sender.send(line).is_err() {
-                    return;
-                }
-            }
-        };
-        let reader = std::thread::Builder::new().name("hands".to_owned()).spawn(read);
-        reader.map_err(|error| format!("no thread can be had: {error}"))?;
-        Ok(Self { child, answers, knows_plan: None })
-    }
-
-    fn ask(&mut self, ask: &Ask) -> Result<Answer, String> {
-        let line = serde_json::to_string(ask).map_err(|error| error.to_string())?;
-        let input = self.child.stdin.as_mut().ok_or("it has no input")?;
-        let asked = writeln!(input, "{line}").and_then(|()| input.flush());
-        match (asked, self.answers.recv_timeout(ANSWER_LIMIT)) {
-            (Ok(()), Ok(Ok(line))) => serde_json::from_str(&line)
-                .map_err(|_| format!("'{line}' is no answer: is that godwit of this release?")),
-            _ => Err(self.last_words()),
-        }
-    }
-
-    /// Why it does not answer.
-    fn last_words(&mut self) -> String {
-        let _ = self.child.kill();
-        let mut text = String::new();
-        if let Some(errors) = self.child.stderr.take() {
-            let _ = errors.take(64 << 10).read_to_string(&mut text);
-        }
-        let last = text.lines().rev().find(|line| !line.trim().is_empty());
-        last.unwrap_or("it does not answer").trim_start_matches("godwit: ").to_owned()
-    }
+/// The words that run hands where `command` runs godwit.
+fn hands_by(command: &[String]) -> Vec<String> {
+    command.iter().cloned().chain(["evacuate", "--hands"].map(str::to_owned)).collect()
 }
 
 impl RemoteHands {
     /// Hands of the evacuation `name` by `command`, which runs `godwit` on the host that is
-    /// emptied. The host is asked for its name, and for its files, unless `home` says where they
-    /// are.
+    /// emptied; the host is asked for its name.
     ///
     /// # Errors
-    /// When it cannot be reached, or is another host than `home`.
-    pub fn reach(command: &[String], name: &str, home: Option<&Home>) -> Result<Self, String> {
-        let words = ["evacuate", "--hands"].map(str::to_owned);
+    /// When it cannot be reached, or is another host than the one that is known.
+    pub fn reach(command: &[String], name: &str, files: Files<'_>) -> Result<Self, String> {
+        let (home, files) = match files {
+            Files::OfName => (None, None),
+            Files::New => (None, Some(format!("moves-{:016x}", fastrand::u64(..)).into())),
+            Files::Known(home) => (Some(home), Some(home.directory.clone())),
+        };
         let mut hands = Self {
-            command: command.iter().cloned().chain(words).collect(),
+            command: hands_by(command),
             name: name.to_owned(),
+            files,
             home: home.cloned(),
             link: None,
+            knows_plan: None,
             failed: None,
+            late: Vec::new(),
         };
-        hands.connect()?;
-        Ok(hands)
+        if hands.is_open(Instant::now() + ANSWER_LIMIT)? { Ok(hands) } else { Err(SILENT.into()) }
+    }
+
+    /// The virtual machines that `manager` keeps on the host where `command` runs `godwit`: those
+    /// that are to leave.
+    ///
+    /// # Errors
+    /// When it cannot be reached, or they cannot be told.
+    pub fn vms(
+        command: &[String],
+        manager: &str,
+        only: &[String],
+        except: &[String],
+    ) -> Result<Vec<ListedVm>, String> {
+        let mut link = Link::start(&hands_by(command))?;
+        let (manager, only, except) = (manager.to_owned(), only.to_owned(), except.to_owned());
+        link.put(Ask::Vms { manager, only, except })?;
+        match link.hear(Instant::now() + ANSWER_LIMIT)? {
+            Some((_, Answer::Vms(vms))) => Ok(vms),
+            Some((_, Answer::No(why))) => Err(why),
+            _ => Err(SILENT.to_owned()),
+        }
     }
 
     /// Which host it is, and where its files are.
@@ -142,64 +146,93 @@ impl RemoteHands {
         self.home.as_ref()
     }
 
-    /// As [`Moves::clear`].
+    /// As [`Moves::clear`](crate::Moves::clear).
     ///
     /// # Errors
     /// When that cannot be done.
     pub fn clear(&mut self) -> Result<(), String> {
-        match self.connect()?.ask(&Ask::Clear)? {
-            Answer::No(why) => Err(why),
-            _ => Ok(()),
+        let until = Instant::now() + ANSWER_LIMIT;
+        let is_open = self.is_open(until)?;
+        let answer =
+            if is_open { self.put(Ask::Clear).and_then(|()| self.hear(until))? } else { None };
+        match answer {
+            Some(Answer::Done) => Ok(()),
+            Some(Answer::No(why)) => Err(why),
+            _ => Err(SILENT.to_owned()),
         }
     }
 
-    /// Why the host was not reached when it was tried last.
-    #[must_use]
-    pub fn trouble(&self) -> Option<&str> {
-        self.failed.as_ref().map(|(_, why)| why.as_str())
-    }
-
-    fn connect(&mut self) -> Result<&mut Link, String> {
-        let link = match self.link.take() {
-            Some(link) => link,
-            None => {
-                let mut link = Link::start(&self.command)?;
-                let directory = self.home.as_ref().map(|home| home.directory.clone());
-                match link.ask(&Ask::Open(self.name.clone(), directory))? {
-                    Answer::Home(home) => {
-                        if let Some(known) = self.home.as_ref().filter(|known| **known != home) {
-                            return Err(format!(
-                                "that is the host {}, and the plan is of {}",
-                                home.host, known.host
-                            ));
-                        }
-                        self.home = Some(home);
-                    }
-                    Answer::No(why) => return Err(why),
-                    other => return Err(format!("{other:?} is no answer to who it is")),
+    /// Whether the host is there and free to answer, before `until`: it was told whose hands are
+    /// wanted, and what was asked has been answered.
+    fn is_open(&mut self, until: Instant) -> Result<bool, String> {
+        if self.link.is_none() {
+            let mut link = Link::start(&self.command)?;
+            link.put(Ask::Open(self.name.clone(), self.files.clone()))?;
+            self.link = Some(link);
+            self.knows_plan = None;
+        }
+        let Some(link) = &mut self.link else { return Ok(false) };
+        if link.asked_since().is_none() {
+            return Ok(true);
+        }
+        let Some((ask, answer)) = link.hear(until)? else { return Ok(false) };
+        match (ask, answer) {
+            (Ask::Open(..), Answer::Home(home)) => {
+                if let Some(known) = self.home.as_ref().filter(|known| **known != home) {
+                    return Err(format!(
+                        "that is the host {}, and the plan is of {}: name the command that runs \
+                         godwit there",
+                        home.host, known.host
+                    ));
                 }
-                link
+                self.files = Some(home.directory.clone());
+                self.home = Some(home);
             }
-        };
-        Ok(self.link.insert(link))
+            (Ask::Open(..), Answer::No(why)) => return Err(why),
+            (Ask::Open(..), other) => return Err(format!("{other:?} is no answer to who it is")),
+            (Ask::Plan(plan), Answer::Done) => self.knows_plan = Some(plan.bytes_per_second),
+            (Ask::Begin(attempt, _), Answer::No(why)) => {
+                self.late.push((attempt, Look::Failed(why)));
+            }
+            // What was found may not be found once more: one that never began is told so once.
+            (Ask::Look(attempt), Answer::Seen(look)) if look != Look::Moving => {
+                self.late.push((attempt, look));
+            }
+            _ => {}
+        }
+        Ok(true)
     }
 
-    /// The answer, if there is one.
-    fn ask(&mut self, plan: &Plan, ask: &Ask) -> Option<Answer> {
+    fn put(&mut self, ask: Ask) -> Result<(), String> {
+        self.link.as_mut().map_or(Ok(()), |link| link.put(ask))
+    }
+
+    /// The answer to what was put last, if it comes before `until`.
+    fn hear(&mut self, until: Instant) -> Result<Option<Answer>, String> {
+        let heard = self.link.as_mut().map_or(Ok(None), |link| link.hear(until))?;
+        Ok(heard.map(|(_, answer)| answer))
+    }
+
+    /// When an answer is no longer waited for.
+    fn patience(&self) -> Instant {
+        let asked = self.link.as_ref().and_then(Link::asked_since);
+        asked.unwrap_or_else(Instant::now) + PATIENCE
+    }
+
+    /// What `talk` has heard, if the host can be asked.
+    fn reached<T>(
+        &mut self,
+        talk: impl FnOnce(&mut Self) -> Result<Option<T>, String>,
+    ) -> Option<T> {
         if self.failed.as_ref().is_some_and(|(when, _)| when.elapsed() < AGAIN) {
             return None;
         }
-        let told = self.connect().and_then(|link| {
-            if link.knows_plan != Some(plan.bytes_per_second) {
-                link.ask(&Ask::Plan(plan.clone()))?;
-                link.knows_plan = Some(plan.bytes_per_second);
-            }
-            link.ask(ask)
-        });
-        match told {
-            Ok(answer) => {
-                self.failed = None;
-                Some(answer)
+        match talk(self) {
+            Ok(heard) => {
+                if heard.is_some() {
+                    self.failed = None;
+                }
+                heard
             }
             Err(why) => {
                 self.link = None;
@@ -208,11 +241,28 @@ impl RemoteHands {
             }
         }
     }
+
+    /// The answer, if there is one by now.
+    fn ask(&mut self, plan: &Plan, ask: Ask) -> Option<Answer> {
+        self.reached(|hands| {
+            if !hands.is_open(hands.patience())? {
+                return Ok(None);
+            }
+            if hands.knows_plan != Some(plan.bytes_per_second) {
+                hands.put(Ask::Plan(plan.clone()))?;
+                if !hands.is_open(hands.patience())? {
+                    return Ok(None);
+                }
+            }
+            hands.put(ask)?;
+            hands.hear(hands.patience())
+        })
+    }
 }
 
 impl Hands for RemoteHands {
     fn begin(&mut self, plan: &Plan, attempt: &Attempt, rate: Rate) -> Result<(), String> {
-        match self.ask(plan, &Ask::Begin(attempt.clone(), rate.bytes_per_second())) {
+        match self.ask(plan, Ask::Begin(attempt.clone(), rate.bytes_per_second())) {
             Some(Answer::No(why)) => Err(why),
             // Without an answer it may have begun: that is looked at.
             _ => Ok(()),
@@ -220,7 +270,10 @@ impl Hands for RemoteHands {
     }
 
     fn look(&mut self, plan: &Plan, attempt: &Attempt) -> Look {
-        match self.ask(plan, &Ask::Look(attempt.clone())) {
+        if let Some(at) = self.late.iter().position(|(of, _)| of == attempt) {
+            return self.late.swap_remove(at).1;
+        }
+        match self.ask(plan, Ask::Look(attempt.clone())) {
             Some(Answer::Seen(look)) => look,
             _ => Look::Moving,
         }
@@ -228,85 +281,24 @@ impl Hands for RemoteHands {
 
     fn pace(&mut self, plan: &Plan, attempt: &Attempt, rate: Rate) -> bool {
         let ask = Ask::Pace(attempt.clone(), rate.bytes_per_second());
-        matches!(self.ask(plan, &ask), Some(Answer::Done))
+        matches!(self.ask(plan, ask), Some(Answer::Done))
     }
 
     fn cancel(&mut self, plan: &Plan, attempt: &Attempt) {
-        let _ = self.ask(plan, &Ask::Cancel(attempt.clone()));
+        let _ = self.ask(plan, Ask::Cancel(attempt.clone()));
+    }
+
+    fn are_there(&mut self) -> bool {
+        let open = |hands: &mut Self| Ok(hands.is_open(hands.patience())?.then_some(()));
+        self.reached(open).is_some()
+    }
+
+    fn trouble(&self) -> Option<String> {
+        let asked = self.link.as_ref().and_then(Link::asked_since);
+        let silent = asked.filter(|since| since.elapsed() > SILENCE).map(|_| SILENT.to_owned());
+        self.failed.as_ref().map(|(_, why)| why.clone()).or(silent)
     }
 }
 
-/// Opens an evacuation of this name, with a lock where one is kept.
-type Open<'a> = dyn FnMut(&str, Option<&Path>) -> Result<(Home, Moves), String> + 'a;
-
-/// Does what a coordinator elsewhere asks on `input`, until that ends. `open` says where the files
-/// of an evacuation are, and makes the hands.
-///
-/// # Errors
-/// When nothing can be answered any more.
-pub fn serve_hands(
-    input: impl BufRead,
-    mut output: impl Write,
-    open: &mut Open<'_>,
-) -> std::io::Result<()> {
-    let mut moves: Option<Moves> = None;
-    let mut plan: Option<Plan> = None;
-    for line in input.lines() {
-        let answer = match serde_json::from_str(&line?) {
-            Err(error) => Answer::No(format!("not understood, is it of this release? {error}")),
-            Ok(Ask::Open(name, directory)) => match open(&name, directory.as_deref()) {
-                Ok((home, new)) => {
-                    moves = Some(new);
-                    Answer::Home(home)
-                }
-                Err(why) => Answer::No(why),
-            },
-            Ok(Ask::Plan(new)) => {
-                plan = Some(new);
-                Answer::Done
-            }
-            Ok(ask) => match (&mut moves, &plan) {
-                (Some(moves), _) if matches!(ask, Ask::Clear) => {
-                    moves.clear().map_or_else(Answer::No, |()| Answer::Done)
-                }
-                (Some(moves), Some(plan)) => done(moves, plan, &ask),
-                _ => Answer::No("it was not said what of".to_owned()),
-            },
-        };
-        writeln!(output, "{}", serde_json::to_string(&answer).unwrap_or_default())?;
-        output.flush()?;
-    }
-    Ok(())
-}
-
-fn done(moves: &mut Moves, plan: &Plan, ask: &Ask) -> Answer {
-    let known =
-        |attempt: &Attempt| attempt.vm < plan.vms.len() && attempt.to < plan.destinations.len();
-    match ask {
-        Ask::Begin(attempt, _)
-        | Ask::Look(attempt)
-        | Ask::Pace(attempt, _)
-        | Ask::Cancel(attempt)
-            if !known(attempt) =>
-        {
-            Answer::No("there is no such VM in the plan".to_owned())
-        }
-        Ask::Begin(attempt, rate) => {
-            let begun = moves.begin(plan, attempt, Rate::from_bytes_per_second(*rate));
-            begun.map_or_else(Answer::No, |()| Answer::Done)
-        }
-        Ask::Look(attempt) => Answer::Seen(moves.look(plan, attempt)),
-        Ask::Pace(attempt, rate) => {
-            if moves.pace(plan, attempt, Rate::from_bytes_per_second(*rate)) {
-                Answer::Done
-            } else {
-                Answer::No("it cannot be told".to_owned())
-            }
-        }
-        Ask::Cancel(attempt) => {
-            moves.cancel(plan, attempt);
-            Answer::Done
-        }
-        Ask::Open(..) | Ask::Clear | Ask::Plan(_) => Answer::Done,
-    }
-}
+#[cfg(test)]
+mod tests;

@@ -72,9 +72,14 @@ pub(super) fn steer(arguments: &Arguments, request: &str) -> anyhow::Result<Exit
     }
     println!("{}{}", tell::asked(request, &answer), tell::counts(&answer));
     if request == "status" {
+        println!("the budget is {}", tell::budget(&answer));
+        // Moves of another host are asked there.
+        if let Some(host) = answer["host"].as_str() {
+            println!("the host is {}", crate::say::line(host));
+            return Ok(ExitCode::SUCCESS);
+        }
         let width = layout::width(&std::io::stdout());
         let moving = Moving::all(&arguments.name, &answer);
-        println!("the budget is {}", tell::budget(&answer));
         print!("{}", live::table(&moving, &live::look(&moving), width));
     }
     Ok(ExitCode::SUCCESS)

@@ -3,6 +3,7 @@
 //! Invariant: what cannot be moved, or is not there by that name, is told before anything begins;
 //! a VM is left out only because the operator says so.
 
+use std::fmt;
 use std::str::FromStr;
 
 use anyhow::bail;
@@ -29,6 +30,16 @@ impl FromStr for From {
             None if text == "proxmox" => Ok(Self::Proxmox),
             Some(("libvirt", uri)) if uri.contains(":/") => Ok(Self::Libvirt(Some(uri.to_owned()))),
             _ => Err("write libvirt, libvirt:URI (libvirt:qemu:///system) or proxmox".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for From {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Libvirt(None) => f.write_str("libvirt"),
+            Self::Libvirt(Some(uri)) => write!(f, "libvirt:{uri}"),
+            Self::Proxmox => f.write_str("proxmox"),
         }
     }
 }
@@ -135,6 +146,10 @@ mod tests {
         let uri = "qemu+unix:///system?socket=/run/a".to_owned();
         assert_eq!(format!("libvirt:{uri}").parse(), Ok(From::Libvirt(Some(uri))));
         assert_eq!("proxmox".parse(), Ok(From::Proxmox));
+        // As another host is asked for them.
+        for text in ["libvirt", "libvirt:qemu:///system", "proxmox"] {
+            assert_eq!(text.parse::<From>().unwrap().to_string(), text);
+        }
         for wrong in ["", "libvirt:", "libvirt:web01", "proxmox:100", "vmware"] {
             assert!(wrong.parse::<From>().unwrap_err().contains("libvirt:URI"), "{wrong}");
         }

@@ -11,13 +11,17 @@ use godwit_evacuate::{List, ListedDestination};
 
 use crate::host::client;
 
-/// Adds those of `to` to the list, and what godwitd says of those that are asked.
+/// Adds those of `to` to the list, and what godwitd says of those that are asked. Guests are taken
+/// in by `godwit`, as it is called on the host that is emptied.
 ///
 /// # Errors
 /// When one is not there, or takes no guests in.
-pub(super) fn ask(list: &mut List, to: &[HostAddress], keys: Option<&Path>) -> anyhow::Result<()> {
-    let godwit = std::env::current_exe().context("this program cannot be found")?;
-    let godwit = godwit.to_str().context("this program's path is no text")?;
+pub(super) fn ask(
+    list: &mut List,
+    to: &[HostAddress],
+    keys: Option<&Path>,
+    godwit: &str,
+) -> anyhow::Result<()> {
     let keys = keys.map(std::path::absolute).transpose().context("--keys")?;
     for host in to {
         let is_taken = list.destinations.iter().any(|listed| listed.name == host.name());

@@ -2,8 +2,7 @@
 //! One of them has the lease and acts, the others stand by.
 
 use std::cell::RefCell;
-use std::io::BufReader;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -11,8 +10,8 @@ use anyhow::{Context, bail};
 use clap::Args;
 use godwit_engine::Cancel;
 use godwit_evacuate::{
-    EvacuateError, Hands, Home, Lease, Moves, NatsOptions, NatsStore, Plan, RemoteHands, Runner,
-    Store, Tenure, Wanted, Wishes, keys, serve_hands, this_host,
+    EvacuateError, Lease, NatsOptions, NatsStore, Plan, Runner, Store, Tenure, Wanted, Wishes,
+    keys, this_host,
 };
 use godwit_qemu::run_directory;
 use godwit_tls::{Files, Side};
@@ -20,11 +19,13 @@ use godwit_units::{Rate, parse_duration};
 use serde_json::{Value, json};
 
 use super::control::serve_beside;
-use super::{Arguments, Desk, End, coordinate, directory, limits, private, tell};
+use super::desk::{Desk, End, coordinate};
+use super::reach::Reach;
+use super::{Arguments, limits, tell};
 use crate::layout;
 use crate::output::json_line;
 use crate::process::{self, CANCELLED};
-use crate::run_directory::{HeldName, share_name};
+use crate::run_directory::share_name;
 
 /// Where several coordinators keep the plan.
 #[derive(Debug, Args)]
@@ -63,7 +64,7 @@ pub(super) struct StoreArguments {
 
     /// The command by which godwit is run on the host that is emptied, if that is not this one, as
     /// in 'ssh east godwit'; commands that take guests in are run there, too
-    #[arg(long, value_name = "COMMAND", requires = "store", help_heading = "Several coordinators")]
+    #[arg(long, value_name = "COMMAND")]
     on: Option<String>,
 
     /// Move VMs for a coordinator on another host; it starts this by itself
@@ -77,6 +78,11 @@ impl StoreArguments {
     /// Whether there may be several coordinators.
     pub(super) fn is_shared(&self) -> bool {
         self.store.is_some()
+    }
+
+    /// The command that runs godwit on the host that is emptied, if that is not this one.
+    pub(super) fn on(&self) -> Option<&str> {
+        self.on.as_deref()
     }
 
     /// Whether this is to move VMs for another.
@@ -143,7 +149,7 @@ fn connect(arguments: &Arguments, make: bool) -> anyhow::Result<NatsStore> {
     Ok(store)
 }
 
-fn read_plan(store: &impl Store) -> anyhow::Result<Option<Plan>> {
+pub(super) fn read_plan(store: &impl Store) -> anyhow::Result<Option<Plan>> {
     let plan = store.read(keys::PLAN)?;
     plan.map(|plan| serde_json::from_slice(&plan).context("the plan in the store")).transpose()
 }
@@ -152,85 +158,6 @@ fn read_plan(store: &impl Store) -> anyhow::Result<Option<Plan>> {
 fn outcome(store: &impl Store) -> Result<Option<Value>, EvacuateError> {
     let outcome = store.read(keys::OUTCOME)?.unwrap_or_default();
     Ok(serde_json::from_slice(&outcome).ok())
-}
-
-/// What really moves the VMs, on this host or another.
-enum Reach {
-    Here(Moves, Home),
-    There(RemoteHands),
-}
-
-impl Reach {
-    fn new(arguments: &Arguments, home: Option<&Home>) -> anyhow::Result<Self> {
-        if let Some(command) = &arguments.shared.on {
-            let words: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
-            let hands = RemoteHands::reach(&words, &arguments.name, home);
-            return hands
-                .map(Self::There)
-                .map_err(|why| anyhow::anyhow!("--on '{command}': {why}"));
-        }
-        let here = this_host();
-        if let Some(home) = home.filter(|home| home.host != here) {
-            bail!(
-                "the plan is of the host {}, and this is {here}: say by --on how godwit is run \
-                 there, as in --on 'ssh HOST godwit'",
-                home.host
-            );
-        }
-        let own = directory(arguments)?.join("moves");
-        let directory = home.map_or(own, |home| home.directory.clone());
-        Ok(Self::Here(moves(&arguments.name, &directory)?, Home { host: here, directory }))
-    }
-
-    fn home(&self) -> Option<&Home> {
-        match self {
-            Self::Here(_, home) => Some(home),
-            Self::There(hands) => hands.home(),
-        }
-    }
-
-    fn clear(&mut self) -> anyhow::Result<()> {
-        let cleared = match self {
-            Self::Here(moves, _) => moves.clear(),
-            Self::There(hands) => hands.clear(),
-        };
-        cleared.map_err(anyhow::Error::msg)
-    }
-
-    fn hands(&mut self) -> &mut dyn Hands {
-        match self {
-            Self::Here(moves, _) => moves,
-            Self::There(hands) => hands,
-        }
-    }
-}
-
-fn moves(name: &str, directory: &Path) -> anyhow::Result<Moves> {
-    let place = || directory.display().to_string();
-    private(directory).with_context(place)?;
-    let godwit = std::env::current_exe().context("this program cannot be found")?;
-    Moves::new(directory, name, &godwit, &run_directory::path()).with_context(place)
-}
-
-/// Moves VMs of this host for a coordinator elsewhere, which asks on standard input.
-pub(super) fn hands(arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    let held: RefCell<Option<HeldName>> = RefCell::new(None);
-    let mut open = |name: &str, known: Option<&Path>| {
-        let open = || -> anyhow::Result<(Home, Moves)> {
-            let name = super::name(name).map_err(anyhow::Error::msg)?;
-            let directory = match known {
-                Some(directory) => directory.to_owned(),
-                None => super::evacuations(arguments)?.join(&name).join("moves"),
-            };
-            let moves = moves(&name, &directory)?;
-            let place = directory.display().to_string();
-            *held.borrow_mut() = Some(share_name(&run_directory::path(), &name, &place)?);
-            Ok((Home { host: this_host(), directory }, moves))
-        };
-        open().map_err(|error| format!("{error:#}"))
-    };
-    serve_hands(BufReader::new(std::io::stdin()), std::io::stdout(), &mut open)?;
-    Ok(ExitCode::SUCCESS)
 }
 
 /// Says once what it waits for, and again when that is something else.
@@ -246,17 +173,12 @@ impl Teller {
             return;
         }
         self.last = whole;
-        if self.json {
-            json_line(&json!({ "event": event, "why": text }));
-        } else {
-            println!("{}", crate::say::line(text));
-        }
+        tell::note(event, text, self.json);
     }
 }
 
 /// Coordinates, or stands by, until the evacuation is over.
 pub(super) fn evacuate(arguments: &Arguments, plan: Option<Plan>) -> anyhow::Result<ExitCode> {
-    let cancel = process::cancel_on_signals();
     let mut store = connect(arguments, plan.is_some())?;
     let place = format!("{} '{}'", store.place(), arguments.name);
     let there = read_plan(&store)?;
@@ -269,7 +191,9 @@ pub(super) fn evacuate(arguments: &Arguments, plan: Option<Plan>) -> anyhow::Res
         _ => {}
     }
     let home = there.as_ref().and_then(|plan| plan.home.clone());
-    let mut reach = Reach::new(arguments, home.as_ref())?;
+    // Ctrl-C ends the wait for a host that does not answer.
+    let mut reach = Reach::shared(arguments, home.as_ref())?;
+    let cancel = process::cancel_on_signals();
     let mut teller = Teller { json: arguments.json, last: String::new() };
     let pause = (arguments.shared.take_over_after / 20).max(Duration::from_millis(25));
     loop {
@@ -375,7 +299,7 @@ impl Work<'_> {
                     return Err(EvacuateError::Planned { place: self.place.to_owned() }.into());
                 }
                 if there.home.as_ref() != reach.home() {
-                    *reach = Reach::new(arguments, there.home.as_ref())?;
+                    *reach = Reach::shared(arguments, there.home.as_ref())?;
                 }
             }
         }

@@ -174,6 +174,24 @@ pub(super) fn counts(report: &Value) -> String {
     )
 }
 
+/// Something that is no step of a VM's.
+pub(super) fn note(event: &str, text: &str, json: bool) {
+    if json {
+        json_line(&json!({ "event": event, "why": text }));
+    } else {
+        println!("{}", say::line(text));
+    }
+}
+
+/// Whether the host is reached by the command `on`; if not, why.
+pub(super) fn reached(on: &str, trouble: Option<&str>, json: bool) {
+    let Some(why) = trouble else {
+        return note("reached", "the host is reached again", json);
+    };
+    let text = format!("the host is not reached, and is waited for: --on '{on}': {why}");
+    note("unreached", &text, json);
+}
+
 /// What has happened.
 pub(super) fn events(plan: &Plan, events: &[Event], json: bool) {
     for event in events {
