@@ -1,6 +1,6 @@
 //! An evacuation with real guests: several microvms leave, each for one of two destinations.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -152,6 +152,29 @@ impl World {
         }
     }
 
+    /// What it says of itself, as soon as `reached` of it.
+    ///
+    /// # Errors
+    /// When it does not come to that.
+    pub fn await_status(&self, reached: impl Fn(&Value) -> bool) -> anyhow::Result<Value> {
+        let until = Instant::now() + LIMIT;
+        loop {
+            let output = self.steer_soon(&["--status", "--json"])?;
+            let status = serde_json::from_slice(&output.stdout)?;
+            if reached(&status) {
+                return Ok(status);
+            }
+            ensure!(Instant::now() < until, "{status}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// A command that runs godwit as on a host of its own.
+    #[must_use]
+    pub fn there(&self) -> String {
+        elsewhere(&self.godwit, &self.directory)
+    }
+
     /// Whether its plan was written down.
     #[must_use]
     pub fn is_planned(&self) -> bool {
@@ -184,6 +207,50 @@ impl World {
         ensure!(report["vms"][0]["to"] != report["vms"][1]["to"], "a pair on one host: {report}");
         Ok(())
     }
+}
+
+/// A command that runs `godwit` as on a host of its own, whose state is in `directory`: what ssh
+/// would be.
+#[must_use]
+pub fn elsewhere(godwit: &Godwit, directory: &Path) -> String {
+    let state = directory.join("there");
+    format!("env XDG_STATE_HOME={} {}", state.display(), godwit.program().display())
+}
+
+/// Evacuates once, from this host or from elsewhere, and kills the coordinator `after` its start;
+/// others after half of that, until one lives long enough. How many were killed.
+///
+/// # Errors
+/// When a guest did not move, or did so twice.
+pub fn killed(after: Duration, elsewhere: bool) -> anyhow::Result<u32> {
+    let mut world = World::new()?;
+    let there = world.there();
+    let on: &[&str] = if elsewhere { &["--on", &there] } else { &[] };
+    let mut kills = 0;
+    let mut life = after;
+    loop {
+        let mut child = world.coordinator_with(world.is_planned(), on)?;
+        let until = Instant::now() + life;
+        while Instant::now() < until && child.try_wait()?.is_none() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if child.try_wait()?.is_some() || kills == 3 {
+            let report = finish(child)?;
+            world.check(&report)?;
+            return Ok(kills);
+        }
+        child.kill()?;
+        child.wait()?;
+        kills += 1;
+        life /= 2;
+    }
+}
+
+/// How many VMs of an evacuation are in a state, by what it says of itself.
+#[must_use]
+pub fn count(status: &Value, state: &str) -> usize {
+    let vms = status["vms"].as_array().into_iter().flatten();
+    vms.filter(|vm| vm["state"] == state).count()
 }
 
 /// Waits for the end of a coordinator: its last line.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::LIMIT;
-use godwit_e2e::evacuation::{VMS, World};
+use godwit_e2e::evacuation::{VMS, World, count};
 use godwit_evacuate::{NatsOptions, NatsStore};
 use godwit_testbed::{Nats, at_most, kvm_for, nats_for};
 use rustix::process::{Pid, Signal, kill_process};
@@ -151,11 +151,6 @@ fn is_late(report: &Value) -> bool {
 
 /// What each move is told.
 const MIGRATE: [&str; 5] = ["--", "--reconnect", "0s", "--compression", "none"];
-
-fn count(status: &Value, state: &str) -> usize {
-    let vms = status["vms"].as_array().into_iter().flatten();
-    vms.filter(|vm| vm["state"] == state).count()
-}
 
 /// One evacuation, in which whoever acts is killed, or stopped for a while, at `moments` behind the
 /// moment at which it began to act; how often that happened.
@@ -405,10 +400,7 @@ fn coordinators_elsewhere_reach_the_host_by_a_command() -> anyhow::Result<()> {
     let test = "coordinators_elsewhere_reach_the_host_by_a_command";
     let (true, Some(program)) = (kvm_for(test), nats_for(test)) else { return Ok(()) };
     let mut shared = Shared::new(&program, "")?;
-    let godwit = shared.world.godwit.program().display().to_string();
-    let state = shared.world.directory.join("there").display().to_string();
-    // What ssh would be.
-    let there = format!("env XDG_STATE_HOME={state} {godwit}");
+    let there = shared.world.there();
     let mut first = shared.coordinator(&["--on", &there])?;
     first.await_event("began")?;
     let mut second = shared.coordinator(&["--on", &there])?;

@@ -6,34 +6,10 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use godwit_e2e::evacuation::{VMS, World, finish};
+use godwit_e2e::evacuation::{VMS, World, count, finish, killed};
 use godwit_e2e::{LIMIT, Terminal};
 use godwit_testbed::{Godwit, MicroVm, Movable, at_most, kvm_for};
 use serde_json::Value;
-
-/// Evacuates once, and kills the coordinator `after` its start; others after half of that, until
-/// one lives long enough.
-fn killed(after: Duration) -> anyhow::Result<u32> {
-    let mut world = World::new()?;
-    let mut kills = 0;
-    let mut life = after;
-    loop {
-        let mut child = world.coordinator(world.is_planned())?;
-        let until = Instant::now() + life;
-        while Instant::now() < until && child.try_wait()?.is_none() {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        if child.try_wait()?.is_some() || kills == 3 {
-            let report = finish(child)?;
-            world.check(&report)?;
-            return Ok(kills);
-        }
-        child.kill()?;
-        child.wait()?;
-        kills += 1;
-        life /= 2;
-    }
-}
 
 fn rounds(test: &str, count: u64) -> anyhow::Result<()> {
     if !kvm_for(test) {
@@ -43,7 +19,7 @@ fn rounds(test: &str, count: u64) -> anyhow::Result<()> {
     // The moments are spread over all that a coordinator lives for, two and a half seconds.
     for round in 0..count {
         let after = Duration::from_micros(20_000 + round * 2_480_000 / count);
-        let killed = killed(after).with_context(|| format!("killed after {after:?}"))?;
+        let killed = killed(after, false).with_context(|| format!("killed after {after:?}"))?;
         kills += u64::from(killed);
     }
     println!("{test}: {count} evacuations, {kills} coordinators killed");
@@ -158,26 +134,6 @@ fn a_budget_that_is_changed_holds_at_once_and_for_the_next_coordinator() -> anyh
     Ok(())
 }
 
-/// What an evacuation says of itself, as soon as `reached` of it.
-fn await_status(world: &World, reached: impl Fn(&Value) -> bool) -> anyhow::Result<Value> {
-    let until = Instant::now() + LIMIT;
-    loop {
-        let output = world.steer_soon(&["--status", "--json"])?;
-        let status = serde_json::from_slice(&output.stdout)?;
-        if reached(&status) {
-            return Ok(status);
-        }
-        ensure!(Instant::now() < until, "{status}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
-/// How many VMs of it are in a state.
-fn count(status: &Value, state: &str) -> usize {
-    let vms = status["vms"].as_array().into_iter().flatten();
-    vms.filter(|vm| vm["state"] == state).count()
-}
-
 /// What an evacuation answers people who steer it.
 fn told(world: &World, words: &[&str]) -> anyhow::Result<String> {
     let output = world.steer(words)?;
@@ -194,15 +150,15 @@ fn an_evacuation_that_is_paused_begins_no_move_until_it_is_to_go_on() -> anyhow:
     let mut world = World::new()?;
     world.budget = "2MiB/s";
     let coordinator = world.coordinator(false)?;
-    await_status(&world, |status| count(status, "moving") == 2)?;
+    world.await_status(|status| count(status, "moving") == 2)?;
     let paused = told(&world, &["--pause"])?;
     let words = "no further move begins. 0 moved, 2 on their way, 2 wait, ";
     ensure!(paused.starts_with(words), "{paused}");
     // Those under way arrive.
     told(&world, &["--set", "bandwidth=80MiB/s"])?;
-    await_status(&world, |status| count(status, "moved") >= 2)?;
+    world.await_status(|status| count(status, "moved") >= 2)?;
     std::thread::sleep(Duration::from_secs(2));
-    let status = await_status(&world, |_| true)?;
+    let status = world.await_status(|_| true)?;
     ensure!(count(&status, "moved") == 2 && count(&status, "waiting") == 2, "{status}");
     let goes_on = told(&world, &["--continue"])?;
     ensure!(goes_on.starts_with("it goes on. 2 moved, "), "{goes_on}");
@@ -219,7 +175,7 @@ fn an_evacuation_that_is_cancelled_leaves_its_guests_and_is_taken_up_again() -> 
     let mut world = World::new()?;
     world.budget = "2MiB/s";
     let mut coordinator = world.coordinator(false)?;
-    await_status(&world, |status| count(status, "moving") == 2)?;
+    world.await_status(|status| count(status, "moving") == 2)?;
     let cancelled = told(&world, &["--cancel"])?;
     ensure!(cancelled.starts_with("its moves are being cancelled. 0 moved, "), "{cancelled}");
     let code = coordinator.wait()?.code();
@@ -236,7 +192,7 @@ fn an_evacuation_that_is_cancelled_leaves_its_guests_and_is_taken_up_again() -> 
     ensure!(late.status.code() == Some(1) && errors.contains("no evacuation '"), "{errors}");
 
     let coordinator = world.coordinator(true)?;
-    await_status(&world, |status| count(status, "moving") > 0)?;
+    world.await_status(|status| count(status, "moving") > 0)?;
     told(&world, &["--set", "bandwidth=80MiB/s"])?;
     let report = finish(coordinator)?;
     world.check(&report)
@@ -251,7 +207,7 @@ fn moves_under_way_share_the_processor_time_of_their_evacuation() -> anyhow::Res
     let mut world = World::new()?;
     world.budget = "2MiB/s";
     let coordinator = world.coordinator_with(false, &["--cpu-budget", "50%"])?;
-    let status = await_status(&world, |status| count(status, "moving") == 2)?;
+    let status = world.await_status(|status| count(status, "moving") == 2)?;
     let vms = status["vms"].as_array().context("no VMs")?;
     for vm in vms.iter().filter(|vm| vm["state"] == "moving") {
         let name = format!("{}.{}", world.name, vm["name"].as_str().context("no name")?);

@@ -388,6 +388,13 @@ fn a_node_is_emptied_of_the_vms_that_run_there() -> anyhow::Result<()> {
     ensure!(planned["memory_bytes"] == memory.0, "{plan}");
     ensure!(planned["disk_bytes"]["scsi0"] == 32_u64 << 30, "{plan}");
 
+    // The same from elsewhere, where no Proxmox is.
+    let root = node.0.dir().display().to_string();
+    let on = format!("env GODWIT_PROXMOX_ROOT={root} {}", godwit.program().display());
+    let words = ["evacuate", &list, "--from", "proxmox", "--on", &on, "--dry-run", "--json"];
+    let from_elsewhere = Godwit::built()?.done(&words)?;
+    ensure!(serde_json::from_slice::<Value>(&from_elsewhere.stdout)?["vms"] == plan["vms"]);
+
     std::fs::write(node.definition(), format!("lock: backup\n{definition}"))?;
     let (_, errors) = run(&[])?;
     let words = "cannot be moved: 100 (VM 100 is locked by Proxmox (backup)";
