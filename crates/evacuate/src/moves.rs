@@ -107,9 +107,9 @@ impl Moves {
     /// When a process of one lives, whoever has begun it.
     pub fn check_alone(&self) -> Result<(), String> {
         let Some(parent) = self.directory.parent() else { return Ok(()) };
-        let others =
+        let mut others =
             paths(parent)?.into_iter().filter(|path| path.is_dir() && *path != self.directory);
-        others.map(|other| self.check_ended(&other).map(drop)).collect()
+        others.try_for_each(|other| self.check_ended(&other).map(drop))
     }
 
     /// The files of `directory`, whose processes have all ended.

@@ -21,7 +21,7 @@ use crate::run_directory::{HeldName, share_name};
 /// What really moves the VMs, on this host or another.
 pub(super) enum Reach {
     Here(Moves, Home),
-    There(RemoteHands),
+    There(Box<RemoteHands>),
 }
 
 impl Reach {
@@ -78,7 +78,7 @@ impl Reach {
     pub(super) fn hands(&mut self) -> &mut dyn Hands {
         match self {
             Self::Here(moves, _) => moves,
-            Self::There(hands) => hands,
+            Self::There(hands) => hands.as_mut(),
         }
     }
 }
@@ -89,7 +89,7 @@ const ON: &str = "say by --on how godwit is run there, as in --on 'ssh HOST godw
 /// Hands on the host where `command` runs godwit.
 fn there(command: &str, arguments: &Arguments, files: Files<'_>) -> anyhow::Result<Reach> {
     let hands = RemoteHands::reach(&words(command), &arguments.name, files);
-    hands.map(Reach::There).map_err(|why| in_vain(command, &why))
+    hands.map(Box::new).map(Reach::There).map_err(|why| in_vain(command, &why))
 }
 
 fn words(command: &str) -> Vec<String> {
