@@ -1,5 +1,5 @@
-//! The way to a godwit on another host: a command, one question at a time on its input, an answer to
-//! each on its output.
+//! The way to a godwit on another host: a command, with one question at a time on its input and an
+//! answer to each on its output.
 //!
 //! Invariant: nobody waits for the command longer than he meant to, whether it hangs, ends, or says
 //! nothing of use; an answer that comes late is still the answer to what was asked.
