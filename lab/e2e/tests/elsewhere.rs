@@ -1,5 +1,5 @@
-//! `godwit evacuate --on` without a store: a host is emptied from another one, which reaches it by a
-//! command that fails, hangs or leads to the wrong host.
+//! `godwit evacuate --on` without a store: a host is emptied from another one, which reaches it by
+//! a command that fails, hangs or leads to the wrong host.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};

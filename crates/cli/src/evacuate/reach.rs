@@ -1,8 +1,8 @@
 //! The host that is emptied: this one, or one that is reached by a command (`--on`), where a godwit
 //! moves the VMs for the coordinator here.
 //!
-//! Invariant: a plan goes on with the host that it was made for, and with the files of its own moves
-//! there.
+//! Invariant: a plan goes on with the host that it was made for, and with the files of its own
+//! moves there.
 
 use std::io::BufReader;
 use std::path::Path;
