@@ -180,6 +180,21 @@ fn nothing_prints_that_could_panic() {
 }
 
 #[test]
+fn every_end_to_end_test_is_part_of_a_program() {
+    // Mutation: a line of tests/main.rs goes.
+    let dir = root().join("lab/e2e");
+    let read = |file: &str| fs::read_to_string(dir.join(file)).unwrap();
+    let (modules, programs) = (read("tests/main.rs"), read("Cargo.toml"));
+    for entry in fs::read_dir(dir.join("tests")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_stem().unwrap().to_str().unwrap();
+        let is_module = modules.lines().any(|line| line == format!("mod {name};"));
+        let is_program = programs.contains(&format!("[[test]]\nname = \"{name}\"\n"));
+        assert!(is_module || is_program || name == "main", "{} is never run", path.display());
+    }
+}
+
+#[test]
 fn every_file_says_what_it_is_for() {
     for part in ["crates", "lab", "xtask", "fuzz"] {
         for file in sources(&root().join(part)) {

@@ -15,6 +15,7 @@ mod differences;
 mod direct_io;
 mod disks;
 mod dump;
+mod elsewhere;
 mod encrypted;
 mod evacuate;
 mod failures;
