@@ -3,10 +3,10 @@
 //!
 //! The guest is stopped by `stop`, and `xen-save-devices-state` (in every build of QEMU; made for
 //! Xen, where RAM is not QEMU's) writes what the devices are into a memfd, a few hundred KiB in a
-//! few milliseconds. As part of a live migration (`live`, its default) it lets go of the images of a
-//! machine that was stopped before, as a migration does; `cont` takes them back, which is QEMU's own
-//! documented way back. QEMU reads a command byte by byte, some 11 us each, so what can be said to it
-//! before the guest stops is said then: it has the memfd by that time.
+//! few milliseconds. As part of a live migration (`live`, its default) it lets go of the images of
+//! a machine that was stopped before, as a migration does; `cont` takes them back, which is QEMU's
+//! own documented way back. QEMU reads a command byte by byte, some 11 us each, so what can be said
+//! to it before the guest stops is said then: it has the memfd by that time.
 //!
 //! What it writes lacks two sections that every migration has and a destination demands: the
 //! configuration, with the machine type and the capabilities, and an empty description at the end

@@ -1,5 +1,5 @@
-//! What a user of the commands sees: real QEMUs, real guests, one program. Tests of one file stand in
-//! the module of its name: `cargo test -p godwit-e2e --test e2e disks::`.
+//! What a user of the commands sees: real QEMUs, real guests, one program. Tests of one file stand
+//! in the module of its name: `cargo test -p godwit-e2e --test e2e disks::`.
 //!
 //! One program, as each would have to be linked with all of the testbed, and as the longest test of
 //! each would be waited for by itself. Only what changes the host for all of its processes (`ksm`)

@@ -518,8 +518,8 @@ pub(crate) struct VirtioQueue {
     pub(crate) used_idx: u16,
 }
 
-/// Writes the state of all devices to a file, and lets go of images as a migration does if the guest
-/// was stopped before: that is what it does where `live` is not said.
+/// Writes the state of all devices to a file, and lets go of images as a migration does if the
+/// guest was stopped before: that is what it does where `live` is not said.
 #[derive(Debug, Serialize)]
 pub(crate) struct SaveDevices<'a> {
     pub(crate) filename: &'a str,

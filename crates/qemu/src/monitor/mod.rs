@@ -263,8 +263,8 @@ pub(crate) trait Monitor: std::fmt::Debug + Send {
         true
     }
 
-    /// Whether what QEMU is handed for later stays as long as godwit is at work, and is taken back by
-    /// whoever stands in for it.
+    /// Whether what QEMU is handed for later stays as long as godwit is at work, and is taken back
+    /// by whoever stands in for it.
     fn keeps_descriptors(&self) -> bool {
         self.is_lasting() && !self.is_libvirts()
     }
