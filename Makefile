@@ -18,8 +18,8 @@ help: ## list the targets
 # into DEMO_ARGUMENTS.
 DEMO ?=
 DEMO_ARGUMENTS ?=
-# The demo's build is made to be quick: no optimisation but where a page is looked at, and no exporter for OpenTelemetry
-# (--no-default-features). These packages are optimised for tests, and are not worth the wait here.
+# The demo's build is made to be quick: no optimisation but where a page is looked at, no exporter for OpenTelemetry and no
+# NATS (--no-default-features). These packages are optimised for tests, and are not worth the wait here.
 DEMO_PLAIN := procfs procfs-core rustix rustls
 DEMO_BUILD := CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_OPT_LEVEL=0 $(CARGO) build --quiet --target-dir target \
   $(foreach package,$(DEMO_PLAIN),--config profile.dev.package.$(package).opt-level=0)

@@ -27,7 +27,6 @@
 mod command;
 mod list;
 mod moves;
-#[cfg(feature = "nats")]
 mod nats;
 mod plan;
 mod remote;
@@ -38,7 +37,6 @@ mod store;
 pub use command::filled;
 pub use list::{List, ListedDestination, ListedVm, exact, fits};
 pub use moves::{Moves, migration, this_host};
-#[cfg(feature = "nats")]
 pub use nats::{NatsOptions, NatsStore};
 pub use plan::{Attempt, Home, Plan, PlannedDestination, PlannedVm, Receiver, Step, Wanted};
 pub use remote::{Files, Host, RemoteHands, serve_hands};
