@@ -240,6 +240,9 @@ fn cure_of_state(state: &str) -> Option<&'static str> {
             "see whether the guest runs at the destination: if so end this machine by `godwit \
              microvm quit`, if not end the one there, and `godwit microvm resume --force`",
         ),
+        "follows" | "lacks-pages" => {
+            Some("wait until all of its memory has come (`godwit microvm status`), and ask again")
+        }
         "lost" => Some("end it by `godwit microvm quit`: a part of its guest is lost"),
         _ => Some(
             "wait until that is over (`godwit microvm status`), or cancel it if it is a migration \
@@ -417,6 +420,12 @@ mod tests {
             "lost",
         ];
         assert_eq!(others.map(|state| cure_of_state(state).is_some()), [true; 9]);
+        let of = |state| cure_of_state(state).unwrap_or_default();
+        assert!(of("leaving").contains("godwit cancel"));
+        // A guest that runs at the other side is not called back.
+        assert!(
+            ["follows", "lacks-pages", "gone", "lost"].iter().all(|it| !of(it).contains("cancel"))
+        );
         assert_eq!(["running", "paused"].map(cure_of_state), [None; 2]);
         // A guest that may run elsewhere is not run without a look there.
         let in_doubt = cure_of_state("in-doubt").unwrap_or_default();

@@ -21,8 +21,10 @@ use crate::runner::{Hands, Look};
 
 /// Whoever steers the coordinator waits meanwhile. What is answered later is kept.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// An operator is told of a host that has not answered for so long.
+/// An operator is told of a host that has not answered for so long; and to a question that may take
+/// this long, as a destination takes half a minute to listen.
 const SILENCE: Duration = Duration::from_secs(5);
+const WORK: Duration = Duration::from_secs(45);
 /// Between two attempts to reach the host.
 const AGAIN: Duration = Duration::from_secs(1);
 
@@ -172,7 +174,7 @@ impl RemoteHands {
             self.knows_plan = None;
         }
         let Some(link) = &mut self.link else { return Ok(false) };
-        if link.asked_since().is_none() {
+        if link.asked().is_none() {
             return Ok(true);
         }
         let Some((ask, answer)) = link.hear(until)? else { return Ok(false) };
@@ -191,13 +193,13 @@ impl RemoteHands {
             (Ask::Open(..), Answer::No(why)) => return Err(why),
             (Ask::Open(..), other) => return Err(format!("{other:?} is no answer to who it is")),
             (Ask::Plan(plan), Answer::Done) => self.knows_plan = Some(plan.bytes_per_second),
+            (Ask::Plan(_) | Ask::Look(_), Answer::No(why)) => return Err(why),
             (Ask::Begin(attempt, _), Answer::No(why)) => {
                 self.late.push((attempt, Look::Failed(why)));
             }
-            // What was found may not be found once more: one that never began is told so once.
-            (Ask::Look(attempt), Answer::Seen(look)) if look != Look::Moving => {
-                self.late.push((attempt, look));
-            }
+            // What was found may not be found once more: one that never began is told so once. And
+            // who is slow to answer is not asked of this move again before the others.
+            (Ask::Look(attempt), Answer::Seen(look)) => self.late.push((attempt, look)),
             _ => {}
         }
         Ok(true)
@@ -215,8 +217,8 @@ impl RemoteHands {
 
     /// When an answer is no longer waited for.
     fn patience(&self) -> Instant {
-        let asked = self.link.as_ref().and_then(Link::asked_since);
-        asked.unwrap_or_else(Instant::now) + PATIENCE
+        let asked = self.link.as_ref().and_then(Link::asked);
+        asked.map_or_else(Instant::now, |(_, since)| *since) + PATIENCE
     }
 
     /// What `talk` has heard, if the host can be asked.
@@ -244,6 +246,7 @@ impl RemoteHands {
 
     /// The answer, if there is one by now.
     fn ask(&mut self, plan: &Plan, ask: Ask) -> Option<Answer> {
+        let is_look = matches!(ask, Ask::Look(_));
         self.reached(|hands| {
             if !hands.is_open(hands.patience())? {
                 return Ok(None);
@@ -255,7 +258,11 @@ impl RemoteHands {
                 }
             }
             hands.put(ask)?;
-            hands.hear(hands.patience())
+            match hands.hear(hands.patience())? {
+                // Of a plan that it has it knows each move.
+                Some(Answer::No(why)) if is_look => Err(why),
+                heard => Ok(heard),
+            }
         })
     }
 }
@@ -270,6 +277,8 @@ impl Hands for RemoteHands {
     }
 
     fn look(&mut self, plan: &Plan, attempt: &Attempt) -> Look {
+        // What was asked before may have been answered meanwhile.
+        self.are_there();
         if let Some(at) = self.late.iter().position(|(of, _)| of == attempt) {
             return self.late.swap_remove(at).1;
         }
@@ -294,8 +303,15 @@ impl Hands for RemoteHands {
     }
 
     fn trouble(&self) -> Option<String> {
-        let asked = self.link.as_ref().and_then(Link::asked_since);
-        let silent = asked.filter(|since| since.elapsed() > SILENCE).map(|_| SILENT.to_owned());
+        let is_silent = |(ask, since): &&(Ask, Instant)| {
+            let may_take = match ask {
+                Ask::Begin(..) | Ask::Look(_) => WORK,
+                _ => SILENCE,
+            };
+            since.elapsed() > may_take
+        };
+        let asked = self.link.as_ref().and_then(Link::asked);
+        let silent = asked.filter(is_silent).map(|_| SILENT.to_owned());
         self.failed.as_ref().map(|(_, why)| why.clone()).or(silent)
     }
 }

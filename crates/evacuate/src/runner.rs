@@ -17,6 +17,8 @@ use crate::store::Store;
 
 /// How far each is.
 const VM: &str = "vm/";
+/// So often in a row may a move of a VM be found not to have begun before that counts as a failure.
+const NEVER: u32 = 3;
 
 /// Under which names things are kept, for those who read them beside a coordinator.
 pub mod keys {
@@ -157,6 +159,8 @@ pub struct Runner<'a, S: Store> {
     evacuation: Evacuation,
     steps: BTreeMap<usize, Step>,
     pending: VecDeque<Action>,
+    /// How often in a row a move of each was found not to have begun.
+    never_began: BTreeMap<usize, u32>,
     wanted: Wanted,
     /// What was last said of it.
     news: Vec<u8>,
@@ -206,6 +210,7 @@ impl<'a, S: Store> Runner<'a, S> {
             hands,
             steps: BTreeMap::new(),
             pending: VecDeque::new(),
+            never_began: BTreeMap::new(),
             wanted: Wanted::default(),
             news: Vec::new(),
             store,
@@ -502,6 +507,19 @@ impl<'a, S: Store> Runner<'a, S> {
         events: &mut Vec<Event>,
     ) -> Result<(), EvacuateError> {
         let Attempt { vm, to, number } = *attempt;
+        let look = match look {
+            Look::NeverBegan => {
+                let times = self.never_began.entry(vm).or_default();
+                *times += 1;
+                // Whoever is to begin it comes to nothing each time.
+                if *times > NEVER { Look::Failed("it never began".to_owned()) } else { look }
+            }
+            Look::Moving => look,
+            _ => {
+                self.never_began.remove(&vm);
+                look
+            }
+        };
         match look {
             Look::Moving => {}
             Look::Moved => {
@@ -516,8 +534,9 @@ impl<'a, S: Store> Runner<'a, S> {
             }
             Look::NeverBegan => {
                 let why = "it never began".to_owned();
-                self.write(vm, Step::Failed { to, number, why })?;
+                self.write(vm, Step::Failed { to, number, why: why.clone() })?;
                 self.evacuation.ended(vm, Ending::NeverBegan);
+                events.push(Event::Failed { vm, why, again: !self.wanted.cancelled });
             }
             Look::Failed(why) => {
                 self.write(vm, Step::Failed { to, number, why: why.clone() })?;

@@ -86,9 +86,8 @@ pub(crate) struct Saving {
 }
 
 impl Saving {
-    /// Makes a file and hands it to `machine`, which keeps it until [`forget`] where its monitor
-    /// [keeps descriptors](crate::monitor::Monitor::keeps_descriptors).
-    pub(crate) fn prepare(machine: &mut Machine) -> Result<Self, QemuError> {
+    /// Makes a file, and hands it to `machine` if that `keeps` it until [`forget`].
+    pub(crate) fn prepare(machine: &mut Machine, keeps: bool) -> Result<Self, QemuError> {
         let system = |step| move |source| QemuError::System { step, source };
         let memfd = memfd_create("godwit-devices", MemfdFlags::CLOEXEC)
             .map_err(|errno| system("memfd_create")(errno.into()))?;
@@ -99,7 +98,7 @@ impl Saving {
         let writer = File::options().write(true).open(path).map_err(system("opening a memfd"))?;
         let machine_type = machine_type(machine)?;
         let qmp = &mut *machine.qmp;
-        let to_hand_over = if qmp.keeps_descriptors() {
+        let to_hand_over = if keeps {
             hand_over(qmp, &writer)?;
             None
         } else {
@@ -125,11 +124,13 @@ impl Saving {
             let queued = qmp.start(&save)?;
             qmp.answer(&queued, limit)
         });
-        if self.to_hand_over.is_some() {
-            // A QEMU that has not answered comes to this, too, when it goes on.
-            qmp.start(&RemoveFd { fdset_id: FD_SET })?;
-        }
+        // A QEMU that has not answered comes to this, too, when it goes on.
+        let remove = self.to_hand_over.as_ref().map(|_| qmp.start(&RemoveFd { fdset_id: FD_SET }));
+        let remove = remove.transpose()?;
         saved?;
+        if let Some(remove) = remove {
+            qmp.answer(&remove, qmp.limit())?;
+        }
         let mut devices = Vec::new();
         self.file
             .read_to_end(&mut devices)

@@ -145,8 +145,8 @@ fn a_host_that_is_lost_for_a_while_is_waited_for_and_then_told_to_cancel() -> an
     ensure!(output.status.code() == Some(130) && report["stayed"] == VMS, "{lines:?}");
     let told = |event: &str| lines.iter().filter(|line| line["event"] == event).collect::<Vec<_>>();
     let unreached = told("unreached");
-    let why = unreached[0]["why"].as_str().context("no cause")?;
     ensure!(unreached.len() == 1 && told("reached").len() == 1, "{lines:?}");
+    let why = unreached[0]["why"].as_str().context("no cause")?;
     ensure!(why.contains(&format!("--on '{way}': ")), "{why}");
     for source in &world.sources {
         ensure!(source.status()? == "running", "{}", source.status()?);

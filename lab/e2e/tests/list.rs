@@ -89,7 +89,7 @@ fn what_stands_against_a_move_is_told_and_by_whom_a_monitor_is_held() -> anyhow:
         let took = began.elapsed();
         drop(holder);
         check(&seen, &json!({ "moves": false, "vm": null, "accelerator": "tcg" }))?;
-        let holder = format!("by process {} (list-", std::process::id());
+        let holder = format!("by process {} (e2e-", std::process::id());
         let why = seen["why"].as_str().unwrap_or_default();
         ensure!(why.contains("in use") && why.contains(&holder), "{seen}");
         ensure!(took.as_secs() < 5, "{took:?}");

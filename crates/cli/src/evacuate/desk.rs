@@ -76,7 +76,9 @@ pub(super) fn coordinate<S: Store>(
                 runner.cancel()?;
             }
             let since = ends.get_or_insert_with(Instant::now);
-            if since.elapsed() > LEAVE && !runner.is_reached() {
+            if runner.is_reached() {
+                *since = Instant::now();
+            } else if since.elapsed() > LEAVE {
                 return Ok(End::Left);
             }
         }

@@ -61,11 +61,7 @@ impl Lease for NatsStore {
 }
 
 impl Wishes for NatsStore {
-    fn change(
-        &self,
-        _: &str,
-        _: &dyn Fn(Option<&[u8]>) -> Vec<u8>,
-    ) -> Result<(), EvacuateError> {
+    fn change(&self, _: &str, _: &dyn Fn(Option<&[u8]>) -> Vec<u8>) -> Result<(), EvacuateError> {
         match *self {}
     }
 }

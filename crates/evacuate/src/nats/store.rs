@@ -29,9 +29,9 @@ use tokio::sync::Mutex;
 use tokio_stream::StreamExt;
 
 use crate::EvacuateError;
+use crate::nats::{NatsOptions, without_secrets};
 use crate::runner::bytes;
 use crate::silence::Silence;
-use crate::nats::{NatsOptions, without_secrets};
 use crate::store::{Lease, Store, Tenure, Wishes};
 
 const LEASE: &str = "lease";

@@ -5,6 +5,7 @@
 //! nothing of use; an answer that comes late is still the answer to what was asked.
 
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,7 +28,8 @@ const LOOK: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 pub(super) struct Link {
-    child: Child,
+    /// Until it was ended.
+    child: Option<Child>,
     /// Written by a thread of its own: a command that hangs may not take them.
     questions: Option<Sender<String>>,
     answers: Receiver<String>,
@@ -51,14 +53,21 @@ impl Link {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
+            // Ctrl-C is the coordinator's, which needs it to cancel what is under way.
+            .process_group(0)
             .spawn()
             .map_err(|error| format!("{program} does not start: {error}"))?;
         let mut input = child.stdin.take().ok_or("it has no input")?;
         let output = child.stdout.take().ok_or("it has no output")?;
         let errors = child.stderr.take().ok_or("it has no output for errors")?;
         let ((questions, asked), (sender, answers)) = (channel::<String>(), sync_channel(1));
-        let link =
-            Self { child, questions: Some(questions), answers, words: Arc::default(), asked: None };
+        let link = Self {
+            child: Some(child),
+            questions: Some(questions),
+            answers,
+            words: Arc::default(),
+            asked: None,
+        };
         thread(move || {
             for line in asked {
                 if input.write_all(line.as_bytes()).and_then(|()| input.flush()).is_err() {
@@ -79,9 +88,9 @@ impl Link {
         Ok(link)
     }
 
-    /// Since when it was asked something that it has not answered.
-    pub(super) fn asked_since(&self) -> Option<Instant> {
-        self.asked.as_ref().map(|(_, since)| *since)
+    /// What it was asked and has not answered, and when.
+    pub(super) fn asked(&self) -> Option<&(Ask, Instant)> {
+        self.asked.as_ref()
     }
 
     /// Asks, behind the answer to what was asked before.
@@ -102,7 +111,7 @@ impl Link {
         let until = until.min(late);
         loop {
             // What it has left behind may have its output, so that this does not end with it.
-            let has_ended = !matches!(self.child.try_wait(), Ok(None));
+            let has_ended = !self.child.as_mut().is_some_and(is_alive);
             let left = until.saturating_duration_since(Instant::now());
             match self.answers.recv_timeout(if has_ended { END_LIMIT } else { left.min(LOOK) }) {
                 Ok(line) => {
@@ -138,12 +147,22 @@ impl Link {
     /// It ends with its input; what only carries it (ssh) might not.
     fn end(&mut self) {
         self.questions = None;
-        let _ = self.child.kill();
+        let Some(mut child) = self.child.take() else { return };
+        let _ = child.kill();
         let until = Instant::now() + END_LIMIT;
-        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until {
+        while is_alive(&mut child) {
+            if Instant::now() >= until {
+                // Whenever it ends, somebody has to take notice.
+                let _ = thread(move || drop(child.wait()));
+                return;
+            }
             std::thread::sleep(Duration::from_millis(5));
         }
     }
+}
+
+fn is_alive(child: &mut Child) -> bool {
+    matches!(child.try_wait(), Ok(None))
 }
 
 /// Said of a command that says nothing.

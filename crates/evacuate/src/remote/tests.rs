@@ -119,6 +119,29 @@ fn one_that_says_nonsense_or_nothing_or_is_another_host_is_told_in_one_line() {
     assert_eq!(other, words);
 }
 
+#[test]
+fn what_carries_the_questions_does_not_end_with_who_asks() {
+    // Mutation: it is in the group that a terminal's Ctrl-C goes to.
+    let script = r#"read -r open; set -- $(cat /proc/$$/stat)
+        echo "{\"Home\":{\"host\":\"$5\",\"directory\":\"/x\"}}"; read -r more"#;
+    let hands = hands(script).unwrap();
+    let group = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let group = group.rsplit(')').next().unwrap().split_whitespace().nth(2).unwrap().to_owned();
+    assert_ne!(hands.home().unwrap().host, group);
+}
+
+#[test]
+fn a_plan_that_the_host_does_not_understand_is_trouble_and_no_move() {
+    // Mutation: the refusal is heard as an answer, and what is looked at is under way for ever.
+    let script = format!(
+        "read -r open; {EAST}; while read -r ask; do echo '{{\"No\":\"of another release\"}}'; done"
+    );
+    let mut hands = hands(&script).unwrap();
+    assert_eq!(hands.look(&plan(), &attempt()), Look::Moving);
+    assert_eq!(hands.trouble().as_deref(), Some("of another release"));
+    assert!(!hands.are_there());
+}
+
 /// A host without any move.
 struct Idle;
 

@@ -263,12 +263,6 @@ pub(crate) trait Monitor: std::fmt::Debug + Send {
         true
     }
 
-    /// Whether what QEMU is handed for later stays as long as godwit is at work, and is taken back
-    /// by whoever stands in for it.
-    fn keeps_descriptors(&self) -> bool {
-        self.is_lasting() && !self.is_libvirts()
-    }
-
     /// How long it waits.
     fn patience(&self) -> &Patience;
 
@@ -303,6 +297,12 @@ pub(crate) trait Monitor: std::fmt::Debug + Send {
 }
 
 impl dyn Monitor + '_ {
+    /// Whether what QEMU is handed for later stays as long as godwit is at work, and is taken back
+    /// by whoever stands in for it.
+    pub(crate) fn keeps_descriptors(&self) -> bool {
+        self.is_lasting() && !self.is_libvirts()
+    }
+
     /// How long commands are waited for.
     pub(crate) fn limit(&self) -> Duration {
         self.patience().limit

@@ -120,11 +120,12 @@ impl SourceVm for QemuSource {
             guard.renew(&self.machine)?;
         }
         if self.state_by == StateBy::Saving {
-            if self.machine.qmp.keeps_descriptors() {
+            let keeps = self.machine.qmp.keeps_descriptors();
+            if keeps {
                 self.note(|left| left.fd_set = true)?;
                 self.has_fd_set = true;
             }
-            self.saving = Some(Saving::prepare(&mut self.machine)?);
+            self.saving = Some(Saving::prepare(&mut self.machine, keeps)?);
             let (saved_to, state) = device_state::passed_on();
             self.saved_to = Some(saved_to);
             return Ok(Box::new(state));
