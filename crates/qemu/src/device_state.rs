@@ -151,7 +151,7 @@ fn hand_over(qmp: &mut dyn Monitor, writer: &File) -> Result<(), QmpError> {
 
 /// Has QEMU let go of what [`Saving::prepare`] has handed to it, or a godwit that was killed.
 pub(crate) fn forget(qmp: &mut dyn Monitor) -> Result<(), QmpError> {
-    // Most often there is none.
+    // There is none where QEMU did not take it.
     qmp.run_if_known(&RemoveFd { fdset_id: FD_SET }).map(drop)
 }
 

@@ -70,6 +70,14 @@ fn dpkg(root: &Path, words: &[&str]) -> Command {
     command
 }
 
+/// Checks that dpkg does not install `package` below `root`, and says so in `words`.
+fn check_refused(root: &Path, package: &str, words: &str) -> anyhow::Result<()> {
+    let refused = run(&mut dpkg(root, &["-i", package]))?;
+    let said = String::from_utf8_lossy(&refused.stderr);
+    ensure!(!refused.status.success() && said.contains(words), "{said}");
+    Ok(())
+}
+
 /// What a package needs to be installed and run here; says what is missing.
 fn is_possible(test: &str) -> bool {
     if Command::new("dpkg-deb").arg("--version").output().is_err() {
@@ -274,10 +282,7 @@ fn a_package_is_all_that_a_clean_root_needs() -> anyhow::Result<()> {
     ensure!(left.is_empty(), "left behind: {left:?}");
     // A system without its C library is told so.
     std::fs::write(root.join("var/lib/dpkg/status"), "")?;
-    let refused = run(&mut dpkg(&root, &["-i", package]))?;
-    let said = String::from_utf8_lossy(&refused.stderr);
-    ensure!(!refused.status.success() && said.contains("depends on libc6"), "{said}");
-    Ok(())
+    check_refused(&root, package, "depends on libc6")
 }
 
 #[test]
@@ -294,10 +299,8 @@ fn the_daemon_has_a_package_of_its_own() -> anyhow::Result<()> {
     let number = packages.version("godwitd")?;
 
     // Not without the command that it runs, and of no other release.
-    let refused = run(&mut dpkg(&root, &["-i", packages.path("godwitd")?]))?;
-    let said = String::from_utf8_lossy(&refused.stderr);
     let needs = format!("depends on godwit (= {number})");
-    ensure!(!refused.status.success() && said.contains(&needs), "{said}");
+    check_refused(&root, packages.path("godwitd")?, &needs)?;
     done(&mut dpkg(&root, &["-P", "godwitd"]))?;
     done(&mut dpkg(&root, &["-i", packages.path("godwit")?]))?;
     let without = tree(&root)?;
@@ -388,10 +391,7 @@ fn an_older_package_with_the_daemon_in_it_makes_room_for_both() -> anyhow::Resul
     clean_root(&root)?;
     let older = older_package(room.dir(), "0.1.0")?;
     done(&mut dpkg(&root, &["-i", older.to_str().context("a path that is text")?]))?;
-    let refused = run(&mut dpkg(&root, &["-i", daemon]))?;
-    let said = String::from_utf8_lossy(&refused.stderr);
-    ensure!(!refused.status.success() && said.contains("would break godwit"), "{said}");
-    Ok(())
+    check_refused(&root, daemon, "would break godwit")
 }
 
 #[test]

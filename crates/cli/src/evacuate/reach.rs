@@ -5,7 +5,7 @@
 //! moves there.
 
 use std::io::BufReader;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
@@ -117,14 +117,18 @@ pub(super) fn program(arguments: &Arguments) -> anyhow::Result<String> {
     {
         return Ok(word.to_owned());
     }
-    let godwit = std::env::current_exe().context("this program cannot be found")?;
+    let godwit = own_program()?;
     Ok(godwit.to_str().context("this program's path is no text")?.to_owned())
+}
+
+fn own_program() -> anyhow::Result<PathBuf> {
+    std::env::current_exe().context("this program cannot be found")
 }
 
 fn moves(name: &str, directory: &Path) -> anyhow::Result<Moves> {
     let place = || directory.display().to_string();
     private(directory).with_context(place)?;
-    let godwit = std::env::current_exe().context("this program cannot be found")?;
+    let godwit = own_program()?;
     let moves = Moves::new(directory, name, &godwit, &run_directory::path()).with_context(place)?;
     moves.check_alone().map_err(anyhow::Error::msg)?;
     Ok(moves)
