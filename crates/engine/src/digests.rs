@@ -10,7 +10,7 @@ use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use godwit_memory::{DataHint, MemoryError, RamBlock};
-use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_units::{PAGE_SIZE, PageBuffer, PageCount, PageIndex, PageRun};
 use godwit_wire::digest;
 
 use crate::Interrupt;
@@ -93,7 +93,7 @@ pub(crate) fn digests(
     let total = wanted.len();
     let next = AtomicUsize::new(0);
     let work = || -> Result<Vec<(usize, Vec<u128>)>, MemoryError> {
-        let mut buffer = vec![0; CHUNK_BYTES];
+        let mut buffer = PageBuffer::new(PageCount(CHUNK_PAGES));
         let mut done = Vec::new();
         loop {
             let first = next.fetch_add(BATCH, Ordering::Relaxed);

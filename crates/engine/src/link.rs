@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_tls::looks_encrypted;
+use godwit_units::PageBuffer;
 use godwit_wire::{
     FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, WireError, barrier_aux,
 };
@@ -130,7 +131,7 @@ impl Read for Watched {
 pub(crate) struct FrameReader {
     stream: Watched,
     peer: Peer,
-    payload: Vec<u8>,
+    payload: PageBuffer,
 }
 
 impl FrameReader {
@@ -140,7 +141,7 @@ impl FrameReader {
 
     /// One whose `pulse` others look at.
     pub(crate) fn watched(stream: Stream, peer: Peer, pulse: Pulse) -> Self {
-        Self { stream: Watched { stream, pulse }, peer, payload: Vec::new() }
+        Self { stream: Watched { stream, pulse }, peer, payload: PageBuffer::default() }
     }
 
     /// The next frame. The buffer grows to the largest frame seen, which the format limits.
@@ -149,9 +150,7 @@ impl FrameReader {
         let mut bytes = [0; HEADER_LEN];
         self.stream.read_exact(&mut bytes).map_err(&io)?;
         let header = FrameHeader::decode(&bytes).map_err(wire_error(self.peer))?;
-        if self.payload.len() < header.length {
-            self.payload.resize(header.length, 0);
-        }
+        self.payload.fit(header.length);
         let payload = &mut self.payload[..header.length];
         self.stream.read_exact(payload).map_err(&io)?;
         header.verify(payload).map_err(wire_error(self.peer))?;

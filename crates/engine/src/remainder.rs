@@ -26,7 +26,7 @@ use godwit_bitmap::DirtyBitmap;
 use godwit_codec::is_zero;
 use godwit_memory::{DataHint, RamBlock};
 use godwit_tls::{SALT_LEN, Seal, TAG_LEN};
-use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_units::{ByteCount, PAGE_SIZE, PageBuffer, PageCount, PageIndex, PageRun};
 use godwit_wire::{Content, Secret, SessionId};
 
 use crate::{EngineError, limits, threads};
@@ -193,7 +193,7 @@ fn fill(
     let cannot = |error: io::Error| failed(path, error);
     let mut writer = Writer::begin(file, known, salt).map_err(cannot)?;
     let mut left: ByteCount = missing.iter().map(|pages| pages.count().bytes()).sum();
-    let (mut told, mut bytes) = (left, Vec::new());
+    let (mut told, mut buffer) = (left, PageBuffer::new(PageCount(MOST)));
     for (number, (block, missing)) in (0..).zip(ram.iter().zip(missing)) {
         let mut hint = DataHint::default();
         for run in missing.runs() {
@@ -205,9 +205,9 @@ fn fill(
                 at = data.start;
                 while at < data.end() {
                     let part = PageRun::new(at.0, (data.end().0 - at.0).min(MOST));
-                    bytes.resize(part.count.bytes().0 as usize, 0);
-                    block.read(part.start, &mut bytes)?;
-                    writer.pages(number, part.start, &mut bytes).map_err(cannot)?;
+                    let bytes = &mut buffer[..part.count.bytes().0 as usize];
+                    block.read(part.start, bytes)?;
+                    writer.pages(number, part.start, bytes).map_err(cannot)?;
                     at = part.end();
                     left = left - part.count.bytes();
                     if writer.unsynced >= UNSYNCED {

@@ -7,11 +7,13 @@
 
 mod address;
 mod count;
+mod page_buffer;
 mod parse;
 mod rate;
 
 pub use address::{Gfn, Gpa, Hva};
 pub use count::{ByteCount, PageCount, PageIndex, PageRun};
+pub use page_buffer::PageBuffer;
 pub use parse::{GRAMMAR, ParseError, format_duration, parse_duration};
 pub use rate::{Rate, TypedRate};
 

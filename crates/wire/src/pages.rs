@@ -12,7 +12,7 @@
 //! follows from the run table, which is never compressed: the codec has no say in it. Codecs are
 //! numbers here; what they mean is for others.
 
-use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_units::{PAGE_SIZE, PageBuffer, PageCount, PageIndex, PageRun};
 
 use crate::WireError;
 use crate::frame::{FrameHeader, FrameKind, HEADER_LEN, PAYLOAD_LIMIT, seal};
@@ -26,6 +26,8 @@ pub const RUNS_LIMIT: usize = 512;
 pub const RUN_LEN: usize = 16;
 
 const PAGE: usize = PAGE_SIZE as usize;
+/// Pages that the longest run table takes.
+const TABLE_PAGES: usize = (RUNS_LIMIT * RUN_LEN).div_ceil(PAGE);
 const _: () = assert!(FRAME_PAGES * PAGE + RUNS_LIMIT * RUN_LEN <= PAYLOAD_LIMIT);
 
 /// What is said about the pages of a run.
@@ -85,7 +87,8 @@ pub struct WireRun {
 /// ```
 #[derive(Debug)]
 pub struct PageFrameBuilder {
-    buffer: Vec<u8>,
+    /// The frame, whose data begins at a page.
+    buffer: PageBuffer,
     data: usize,
     runs: Vec<WireRun>,
 }
@@ -101,7 +104,7 @@ impl PageFrameBuilder {
     #[must_use]
     pub fn new() -> Self {
         Self {
-            buffer: vec![0; HEADER_LEN + FRAME_PAGES * PAGE + RUNS_LIMIT * RUN_LEN],
+            buffer: PageBuffer::new(PageCount((1 + FRAME_PAGES + TABLE_PAGES) as u64)),
             data: 0,
             runs: Vec::with_capacity(RUNS_LIMIT),
         }
@@ -135,7 +138,7 @@ impl PageFrameBuilder {
         mut judge: impl FnMut(PageIndex, &[u8]) -> Option<Content>,
     ) -> Result<Added, E> {
         assert!(run.count.0 <= self.room() as u64, "{} do not fit into the frame", run.count);
-        let start = HEADER_LEN + self.data;
+        let start = PAGE + self.data;
         let pages = run.count.0 as usize;
         read(&mut self.buffer[start..start + pages * PAGE])?;
         let mut added = Added::default();
@@ -150,7 +153,7 @@ impl PageFrameBuilder {
                 Content::Zero => added.zero += page.count,
                 Content::Data => {
                     added.data += page.count;
-                    let to = HEADER_LEN + self.data;
+                    let to = PAGE + self.data;
                     if from != to {
                         self.buffer.copy_within(from..from + PAGE, to);
                     }
@@ -181,16 +184,17 @@ impl PageFrameBuilder {
     /// The bytes of all data runs so far, in order.
     #[must_use]
     pub fn data(&self) -> &[u8] {
-        &self.buffer[HEADER_LEN..HEADER_LEN + self.data]
+        &self.buffer[PAGE..PAGE + self.data]
     }
 
     /// Completes the frame for RAM block `block` and returns its bytes; the builder is empty
     /// afterwards.
     pub fn finish(&mut self, block: u32) -> &[u8] {
-        complete(&mut self.buffer, self.data, &self.runs, block, 0);
+        let frame = &mut self.buffer[PAGE - HEADER_LEN..];
+        complete(frame, self.data, &self.runs, block, 0);
         let length = HEADER_LEN + self.data + self.runs.len() * RUN_LEN;
         self.clear();
-        &self.buffer[..length]
+        &self.buffer[PAGE - HEADER_LEN..][..length]
     }
 
     /// Completes the frame in `other`, where behind room for the header ([`HEADER_LEN`]) stand the

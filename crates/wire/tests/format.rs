@@ -267,6 +267,18 @@ fn a_page_frame_whose_table_lies_is_refused() {
 }
 
 #[test]
+fn the_pages_of_a_frame_begin_at_a_page() {
+    let mut builder = PageFrameBuilder::new();
+    for page in [3, 9] {
+        let read = |bytes: &mut [u8]| match bytes.as_ptr().addr() % 4096 {
+            0 => Ok(()),
+            other => Err(other),
+        };
+        builder.add(PageRun::new(page, 1), read, |_, _| Some(Content::Data)).unwrap();
+    }
+}
+
+#[test]
 fn a_failed_read_leaves_the_frame_as_it_was() {
     let mut builder = PageFrameBuilder::new();
     builder.zero(PageRun::new(0, 5));

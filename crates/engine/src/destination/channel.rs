@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use godwit_codec::{CodecId, Decompressor};
-use godwit_units::PageRun;
+use godwit_units::{PageBuffer, PageRun};
 use godwit_wire::{Content, FRAME_PAGES, FrameKind, HEADER_LEN, PageFrame, barrier_of};
 
 use super::barriers::Barriers;
@@ -64,7 +64,7 @@ pub(super) struct Channel {
     pub(super) barriers: Arc<Barriers>,
     pub(super) decompressor: Decompressor,
     /// The bytes of the pages of a compressed frame.
-    pub(super) pages: Vec<u8>,
+    pub(super) pages: PageBuffer,
     pub(super) made_up: MadeUp,
     /// What it works in, and who knows what was tried there.
     pub(super) cell: Cell,
@@ -124,7 +124,7 @@ impl Channel {
             let corrupt =
                 |source| EngineError::Corrupt { of: of(), page: frame.first_page(), source };
             let codec = CodecId::from_wire(frame.codec).map_err(corrupt)?;
-            self.pages.resize(FRAME_PAGES << 12, 0);
+            self.pages.fit(FRAME_PAGES << 12);
             let pages = &mut self.pages[..frame.raw_len];
             self.decompressor.decompress(codec, frame.data, pages).map_err(corrupt)?;
             pages
@@ -190,7 +190,7 @@ mod tests {
             blocks: Arc::clone(blocks),
             order: Arc::new(vec![0]),
             placed: None,
-            read_back: Vec::new(),
+            read_back: PageBuffer::default(),
             arriving: Arc::default(),
             closed: Arc::default(),
             slips: Slips::new(MadeUp::none()),
@@ -203,7 +203,7 @@ mod tests {
             received: Arc::default(),
             barriers: Arc::clone(barriers),
             decompressor: Decompressor::new(),
-            pages: Vec::new(),
+            pages: PageBuffer::default(),
             made_up: MadeUp::of(&Options::default()),
             cell: cells.memory(blocks).unwrap(),
             cells,

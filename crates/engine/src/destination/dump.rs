@@ -11,7 +11,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use godwit_memory::RamBlock;
-use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex};
+use godwit_units::{ByteCount, PAGE_SIZE, PageBuffer, PageCount, PageIndex};
 
 use super::channel::PEER;
 use crate::{EngineError, Interrupt, disk_prints};
@@ -120,8 +120,8 @@ impl Dumps {
             let file = create(&path).map_err(failed)?;
             file.set_len(block.pages().bytes().0).map_err(failed)?;
             let before = self.arrived.get(number);
-            let mut buffer = vec![0; PageCount(READ).bytes().0 as usize];
-            let mut then = buffer.clone();
+            let mut buffer = PageBuffer::new(PageCount(READ));
+            let mut then = PageBuffer::new(PageCount(READ));
             for part in disk_prints::parts(block.all(), READ) {
                 if interrupt.is_raised() {
                     return Err(EngineError::Interrupted);

@@ -16,7 +16,7 @@ use godwit_codec::Decompressor;
 use godwit_disk::{Disk, DiskSink};
 use godwit_fingerprints::Key;
 use godwit_memory::RamBlock;
-use godwit_units::ByteCount;
+use godwit_units::{ByteCount, PageBuffer};
 use godwit_wire::{Feature, Features, Message, Role};
 
 use super::Notice;
@@ -170,7 +170,7 @@ impl Lanes {
             blocks: Arc::clone(&self.ram),
             order: Arc::clone(&self.order),
             placed: self.placed_pages.clone(),
-            read_back: Vec::new(),
+            read_back: PageBuffer::default(),
             arriving: Arc::clone(&self.arriving),
             closed: Arc::clone(&self.closed),
             slips: Slips::new(self.made_up),
@@ -214,7 +214,7 @@ impl Lanes {
                 received: Arc::clone(&self.received),
                 barriers: Arc::clone(&self.barriers),
                 decompressor: Decompressor::new(),
-                pages: Vec::new(),
+                pages: PageBuffer::default(),
                 // Of a channel that is slow, that is which was given up.
                 made_up: if self.attempt == 0 { self.made_up } else { MadeUp::none() },
             };

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use godwit_memory::{RamBlock, channel_of};
-use godwit_units::{PageIndex, PageRun};
+use godwit_units::{PageBuffer, PageIndex, PageRun};
 use godwit_wire::Content;
 
 use super::arriving::Arriving;
@@ -35,7 +35,7 @@ pub(super) struct MemoryPlace {
     /// Where what was placed is marked, so that it is read back.
     pub(super) placed: Option<Arc<Placed>>,
     /// What is read back goes through this.
-    pub(super) read_back: Vec<u8>,
+    pub(super) read_back: PageBuffer,
     /// Behind the word that pages are missing: what places these.
     pub(super) arriving: Arc<OnceLock<Arc<Arriving>>>,
     /// Until that is there nothing may come.

@@ -22,7 +22,7 @@ use godwit_bitmap::AtomicDirtyBitmap;
 use godwit_disk::{Content, Disk, DiskReader, Extent};
 use godwit_fingerprints::{Fingerprint, Key, PageFingerprints, SegmentFingerprints};
 use godwit_memory::{MemoryError, RamBlock, SEGMENT_PAGES, segments};
-use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_units::{PAGE_SIZE, PageBuffer, PageCount, PageIndex, PageRun};
 
 use crate::disk_prints::{READ_PAGES, parts};
 use crate::{EngineError, limits, threads};
@@ -94,14 +94,14 @@ impl Placed {
         &self,
         (number, block): (usize, &RamBlock),
         run: PageRun,
-        buffer: &mut Vec<u8>,
+        buffer: &mut PageBuffer,
     ) -> Result<(), MemoryError> {
         let key = if run.count.0 < MANY { None } else { self.first().key };
         let Some(key) = key.filter(|_| self.claimed[number].set(run) == run.count) else {
             self.mark(number, run);
             return Ok(());
         };
-        buffer.resize(PageCount(READ).bytes().0 as usize, 0);
+        buffer.fit(PageCount(READ).bytes().0 as usize);
         let mut prints = Vec::with_capacity(run.count.0 as usize);
         for part in parts(run, READ) {
             let bytes = &mut buffer[..part.count.bytes().0 as usize];
@@ -189,7 +189,7 @@ impl Prover {
         let reader = Reader {
             shared: Arc::clone(&shared),
             ram: Arc::clone(ram),
-            pages: vec![0; pages_read(&readers) as usize],
+            pages: PageBuffer::new(pages_read(&readers)),
             disks: readers,
             placed: Arc::clone(placed),
             key,
@@ -305,14 +305,14 @@ struct Reader {
     tables: Tables,
     /// Segments of which every page was read once.
     complete: Vec<Vec<bool>>,
-    pages: Vec<u8>,
+    pages: PageBuffer,
     /// Short stretches of a disk that are read together.
     few: (usize, Vec<PageRun>),
 }
 
 /// Bytes that are read at once at the most.
-fn pages_read(disks: &[Box<dyn DiskReader>]) -> u64 {
-    PageCount(if disks.is_empty() { READ } else { READ.max(READ_PAGES) }).bytes().0
+fn pages_read(disks: &[Box<dyn DiskReader>]) -> PageCount {
+    PageCount(if disks.is_empty() { READ } else { READ.max(READ_PAGES) })
 }
 
 /// Why a pass ended before all was read.

@@ -3,7 +3,7 @@
 
 use godwit_fingerprints::{Fingerprint, Key, SegmentFingerprints};
 use godwit_memory::{RamBlock, segments};
-use godwit_units::{PageCount, PageIndex, PageRun};
+use godwit_units::{PageBuffer, PageCount, PageIndex, PageRun};
 use godwit_wire::{DIGESTS_PER_MESSAGE, Message};
 
 use super::Destination;
@@ -66,7 +66,7 @@ impl Destination<'_> {
             Some(key) => key,
             None => Key::new(self.session.prints_seed(self.disk_prints_wanted)?),
         };
-        let mut pages = vec![0; PageCount(READ).bytes().0 as usize];
+        let mut pages = PageBuffer::new(PageCount(READ));
         for (number, own) in lanes.order().iter().enumerate() {
             let block = &self.ram[*own];
             for (segment, at) in segments(&[block.pages()]).enumerate() {

@@ -20,7 +20,7 @@ use godwit_codec::is_zero;
 use godwit_disk::{Content, DiskReader};
 use godwit_fingerprints::{Fingerprint, Key};
 use godwit_memory::{RamBlock, Segment};
-use godwit_units::{PAGE_SIZE, PageCount, PageIndex};
+use godwit_units::{PAGE_SIZE, PageBuffer, PageCount, PageIndex};
 
 use super::history::{Sent, SentOf};
 use super::look_back::is_hole;
@@ -109,7 +109,7 @@ impl Auditor<'_> {
         differing: &mut Differing,
     ) -> Result<(), EngineError> {
         let zero = self.key.zero();
-        let mut bytes = vec![0; PageCount(READ_PAGES).bytes().0 as usize];
+        let mut bytes = PageBuffer::new(PageCount(READ_PAGES));
         let mut look = |page: u64, print: Fingerprint| {
             if print != part.sent(page, zero) {
                 differing.missed.push((number, page));
@@ -146,7 +146,7 @@ impl Auditor<'_> {
             });
         }
         let ram = &self.ram[block];
-        let mut bytes = vec![0; PAGE_SIZE as usize];
+        let mut bytes = PageBuffer::new(PageCount(1));
         for data in ram.data_coarse(run) {
             let data = data?;
             for page in data.start.0..data.end().0 {

@@ -18,7 +18,7 @@ use godwit_balloon::FreeHints;
 use godwit_codec::is_zero;
 use godwit_fingerprints::Key;
 use godwit_memory::{MemoryError, RamBlock};
-use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_units::{PAGE_SIZE, PageBuffer, PageCount, PageIndex, PageRun};
 
 use super::owned::Owned;
 use crate::EngineError;
@@ -41,7 +41,7 @@ pub(super) fn look_back(
     let next = AtomicUsize::new(0);
     let missed = Mutex::new(Vec::new());
     let work = || -> Result<(), MemoryError> {
-        let mut pages = vec![0; PageCount(READ).bytes().0 as usize];
+        let mut pages = PageBuffer::new(PageCount(READ));
         while let Some(owned) = segments.get(next.fetch_add(1, Ordering::Relaxed)) {
             let found = differing(ram, owned, key, free, &mut pages)?;
             missed.lock().unwrap_or_else(PoisonError::into_inner).extend(found);

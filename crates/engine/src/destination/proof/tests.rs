@@ -109,7 +109,7 @@ impl Rig {
     fn place_many(&self, run: PageRun, byte: u8) {
         let bytes = vec![byte; run.count.bytes().0 as usize];
         self.ram[0].write(run.start, &bytes).unwrap();
-        self.placed.placed((0, &self.ram[0]), run, &mut Vec::new()).unwrap();
+        self.placed.placed((0, &self.ram[0]), run, &mut PageBuffer::default()).unwrap();
     }
 
     fn many(&self, runs: &[(PageRun, u8)]) -> Vec<u128> {

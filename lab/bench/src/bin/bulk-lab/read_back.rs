@@ -45,7 +45,7 @@ pub(crate) fn run() -> anyhow::Result<()> {
         [false, true].iter().flat_map(|behind| PIECES.map(|pages| (*behind, pages))).collect();
     let mut times = vec![Vec::new(); ways.len()];
     let mut frame = vec![1; FRAME as usize * PAGE];
-    let mut bytes = vec![1; FRAME as usize * PAGE];
+    let mut bytes = godwit_units::PageBuffer::new(PageCount(FRAME));
     for round in 0..ROUNDS {
         for ((behind, pages), times) in ways.iter().zip(&mut times) {
             frame.fill(round as u8);
