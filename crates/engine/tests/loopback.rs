@@ -19,7 +19,7 @@ use godwit_engine::destination::{self, Notice};
 use godwit_engine::handle::{MigrationHandle, Own};
 use godwit_engine::source::{Fault, Options, Verify, inquire, inquire_host, migrate};
 use godwit_engine::vm::SourceVm;
-use godwit_engine::{Cancel, Failure, Phase, Survivor};
+use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor};
 use godwit_memory::RamBlock;
 use godwit_policy::{Settings, ThrottleMode};
 use godwit_wire::{DIGESTS_PER_MESSAGE, Features, GREETING_LEN, Message};
@@ -245,6 +245,30 @@ fn the_limit_that_a_switchover_goes_by_is_the_one_in_force() {
         move_steered(&options(2, false), &destination::Faults::default(), false, &handle);
     assert!(result.is_ok(), "{result:?}");
     assert!(handle.limit() > Duration::from_secs(1), "{:?}", handle.limit());
+}
+
+#[test]
+fn a_paused_guest_is_not_held_to_a_limit_that_no_round_could_meet() {
+    // Regression: a machine that was slow to save its devices kept a paused guest, which nobody
+    // waits for, at the source.
+    for paused in [true, false] {
+        // Less than a machine takes for its devices.
+        let settings = Settings {
+            downtime_limit: Duration::from_millis(10),
+            patience: Some(Duration::from_millis(300)),
+            throttle: ThrottleMode::Off,
+            ..Settings::default()
+        };
+        let handle = MigrationHandle::new(settings, Own::default(), Cancel::default());
+        let mut source = Source::start(Duration::ZERO, Vec::new());
+        source.paused = paused;
+        let (destination, faults) = (Destination::of(&source), destination::Faults::default());
+        let result = run(&mut source, destination, &options(2, false), faults, &handle);
+        let gave_up = result.is_err_and(|failure| {
+            matches!(failure.cause, EngineError::NotConverging(_)) || panic!("{failure}")
+        });
+        assert_eq!(gave_up, !paused);
+    }
 }
 
 #[test]

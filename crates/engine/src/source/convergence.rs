@@ -249,7 +249,12 @@ impl Convergence {
         let bandwidth = self.estimate.as_ref().map(|estimate| estimate.bandwidth);
         let carried = bandwidth.and_then(|rate| rate.time_for(costs.bytes)).unwrap_or_default();
         let state = costs.state + carried;
-        let fixed = last_look + state + meter.flush() + meter.round_trip() * TURNS;
+        // Nobody waits for a guest that does not run: what more rounds would not make less is not
+        // held against its limit.
+        let fixed = match vm.was_running() {
+            true => last_look + state + meter.flush() + meter.round_trip() * TURNS,
+            false => Duration::ZERO,
+        };
         // Once both machines are ready nothing lies between.
         let prepare = if prepared { Duration::ZERO } else { meter.round_trip() };
         round.remaining = look.remaining;

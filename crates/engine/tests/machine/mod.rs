@@ -112,6 +112,8 @@ pub struct Source {
     pub monitor_hangs: Duration,
     /// How long it takes to start tracking.
     pub slow_start: Duration,
+    /// Whether its guest is paused.
+    pub paused: bool,
     /// Whether that may be left out.
     pub goes_untracked: bool,
     /// Whether its writes were ever tracked.
@@ -178,6 +180,7 @@ impl Source {
             kept: false,
             monitor_hangs: Duration::ZERO,
             slow_start: Duration::ZERO,
+            paused: false,
             goes_untracked: false,
             tracked: false,
             disks,
@@ -207,7 +210,7 @@ impl SourceVm for Source {
     }
 
     fn was_running(&self) -> bool {
-        true
+        !self.paused
     }
 
     fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
