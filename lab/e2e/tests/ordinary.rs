@@ -375,6 +375,24 @@ fn every_step_is_told_to_who_asks() -> anyhow::Result<()> {
 }
 
 #[test]
+fn nothing_is_asked_before_the_stop_that_cannot_have_changed() -> anyhow::Result<()> {
+    for build in builds_in_turn_for("nothing_is_asked_before_the_stop_that_cannot_have_changed") {
+        let mut pair = Pair::start(&config(&build, Mode::Idle, Backend::Anonymous))?;
+        let (migrate, _) = pair.migrate(&["--log", "godwit_engine=debug,godwit_qemu=trace"])?;
+        check_moved(&mut pair, &migrate)?;
+        let stopping = migrate.errors.lines().filter(|line| line.contains("action=StopGuest"));
+        let told: Vec<&str> = stopping.filter(|line| line.contains("command=")).collect();
+        ensure!(told.iter().any(|line| line.contains("\"query-status\"")), "{told:#?}");
+        // Whether guests of its own may run in it (under TCG they may), and in which files its
+        // memory is (in none).
+        for needless in ["\"query-kvm\"", "refused command=\"qom-get\""] {
+            ensure!(!told.iter().any(|line| line.contains(needless)), "{needless}: {told:#?}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn disks_move_along_with_anonymous_ram() -> anyhow::Result<()> {
     let test = "disks_move_along_with_anonymous_ram";
     if !images_for(test) {

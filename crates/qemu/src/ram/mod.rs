@@ -63,7 +63,7 @@ impl Ram {
     /// All RAM of a source, as it is reached without a migration of QEMU's (`alone`) or else as
     /// suits it.
     pub(crate) fn of_source(machine: &mut Machine, alone: bool) -> Result<Self, QemuError> {
-        match in_shared_files(machine)?.filter(|_| !alone && migrates(machine)) {
+        match beside_migration(machine, alone)? {
             Some(blocks) => {
                 Ok(Self { blocks, state_by: StateBy::Migration, device_ram: Vec::new() })
             }
@@ -74,7 +74,7 @@ impl Ram {
     /// The RAM that is moved as blocks: of a source, and of a destination before it is known what
     /// is offered.
     pub(crate) fn main(machine: &mut Machine, alone: bool) -> Result<Vec<RamBlock>, QemuError> {
-        match in_shared_files(machine)?.filter(|_| !alone && migrates(machine)) {
+        match beside_migration(machine, alone)? {
             Some(blocks) => Ok(blocks),
             None => Ok(in_process(machine, false)?.blocks),
         }
@@ -161,6 +161,15 @@ fn back_end_names(machine: &mut Machine) -> Result<BTreeSet<String>, QmpError> {
 /// device's path stands before its name.
 fn is_back_end(block: &str, back_ends: &BTreeSet<String>) -> bool {
     [block, addresses::region_of(block)].iter().any(|name| back_ends.contains(*name))
+}
+
+/// The RAM that QEMU's own migration would leave out, if that is all of it, and there may be a
+/// migration: it must not be reached without one (`alone`).
+fn beside_migration(
+    machine: &mut Machine,
+    alone: bool,
+) -> Result<Option<Vec<RamBlock>>, QemuError> {
+    if alone || !migrates(machine) { Ok(None) } else { in_shared_files(machine) }
 }
 
 /// The RAM, if all of it is in named files that are mapped shared.

@@ -99,8 +99,9 @@ pub struct QemuSource {
     processes_at: Option<Instant>,
     /// What the machine consists of.
     parts: BTreeSet<String>,
-    /// Whether a guest that runs guests is refused.
-    nested_refused: bool,
+    /// Whether a guest that runs guests is refused, and it could with the processors that it has:
+    /// one that is plugged in is no part that was there.
+    may_nest: bool,
     /// Whether a disk writes guest memory by direct I/O.
     direct_io: bool,
     tracking_stop: Duration,
@@ -259,7 +260,7 @@ impl QemuSource {
             device_ram,
             was_running,
             parts,
-            nested_refused: false,
+            may_nest: false,
             direct_io,
             tracking_stop: Duration::ZERO,
             settings: None,
@@ -303,8 +304,7 @@ impl QemuSource {
     /// # Errors
     /// When it may.
     pub fn without_nested(mut self) -> Result<Self, QemuError> {
-        self.machine.check_nested()?;
-        self.nested_refused = true;
+        self.may_nest = self.machine.check_nested()?;
         Ok(self)
     }
 
@@ -718,7 +718,7 @@ impl QemuSource {
         if direct_io && !self.direct_io {
             return Err(QemuError::Changed("a disk was switched to direct I/O"));
         }
-        if self.nested_refused {
+        if self.may_nest {
             self.machine.check_nested()?;
         }
         if let Some(new) = parts.difference(&self.parts).next() {
@@ -729,7 +729,8 @@ impl QemuSource {
         }
         // The RAM of devices stays where it is as long as these are there, wherever the guest has
         // it mapped: one that was reset a moment ago has not yet.
-        let now = Ram::main(&mut self.machine, !fronts.is_empty())?;
+        let alone = self.state_by == StateBy::Saving || !fronts.is_empty();
+        let now = Ram::main(&mut self.machine, alone)?;
         let same = now.len() == self.ram.len()
             && now.iter().zip(self.ram.iter()).all(|(a, b)| is_same(a, b));
         if !same {
