@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_tls::looks_encrypted;
-use godwit_units::PageBuffer;
+use godwit_units::{ByteCount, PageBuffer};
 use godwit_wire::{
     FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, WireError, barrier_aux,
 };
@@ -150,7 +150,7 @@ impl FrameReader {
         let mut bytes = [0; HEADER_LEN];
         self.stream.read_exact(&mut bytes).map_err(&io)?;
         let header = FrameHeader::decode(&bytes).map_err(wire_error(self.peer))?;
-        self.payload.fit(header.length);
+        self.payload.fit(ByteCount(header.length as u64));
         let payload = &mut self.payload[..header.length];
         self.stream.read_exact(payload).map_err(&io)?;
         header.verify(payload).map_err(wire_error(self.peer))?;

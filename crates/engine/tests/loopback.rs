@@ -249,10 +249,10 @@ fn the_limit_that_a_switchover_goes_by_is_the_one_in_force() {
 
 #[test]
 fn a_paused_guest_is_not_held_to_a_limit_that_no_round_could_meet() {
-    // Regression: a machine that was slow to save its devices kept a paused guest, which nobody
-    // waits for, at the source.
+    // Regression: a machine that stalled, and whose last look and flush were long for that, kept a
+    // paused guest, which nobody waits for, at the source.
     for paused in [true, false] {
-        // Less than a machine takes for its devices.
+        // Less than is reckoned for devices.
         let settings = Settings {
             downtime_limit: Duration::from_millis(10),
             patience: Some(Duration::from_millis(300)),

@@ -9,7 +9,7 @@
 //! memory, which has come another way, is not.
 
 use godwit_memory::{DataHint, MemoryError, RamBlock};
-use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_units::{ByteCount, PAGE_SIZE, PageBuffer, PageCount, PageIndex, PageRun};
 
 /// QEMU_VM_SECTION_START, QEMU_VM_SECTION_END and QEMU_VM_SECTION_FOOTER (migration/savevm.h).
 const START: u8 = 1;
@@ -106,16 +106,16 @@ fn pages(DeviceRam { block, used }: &DeviceRam, out: &mut Vec<u8>) -> Result<(),
     };
     let end = used.0 / PAGE_SIZE;
     let mut next = 0;
-    let mut buffer = Vec::new();
+    let mut buffer = PageBuffer::new(PageCount(PIECE as u64));
     let mut hint = DataHint::default();
     for run in block.data(PageRun::new(0, end), &mut hint) {
         let run = run?;
         (next..run.start.0).for_each(|page| page_out(out, page, None));
         for start in (run.start.0..run.end().0).step_by(PIECE) {
             let count = (PIECE as u64).min(run.end().0 - start);
-            buffer.resize(PageCount(count).bytes().0 as usize, 0);
-            block.read(PageIndex(start), &mut buffer)?;
-            for (page, bytes) in (start..).zip(buffer.chunks_exact(PAGE_BYTES)) {
+            let pages = &mut buffer[..PageCount(count).bytes().0 as usize];
+            block.read(PageIndex(start), pages)?;
+            for (page, bytes) in (start..).zip(pages.chunks_exact(PAGE_BYTES)) {
                 let zeros = bytes.iter().all(|byte| *byte == 0);
                 page_out(out, page, Some(bytes).filter(|_| !zeros));
             }

@@ -170,14 +170,20 @@ impl Machine {
 
     /// Refuses a guest that runs guests under KVM: the processor itself then writes pages of its
     /// memory (the virtual-APIC page, posted interrupts) at their physical address, without a look
-    /// at QEMU's page tables. TCG writes them as all others. Returns whether it ever could, with
-    /// the processors that it has.
-    pub(crate) fn check_nested(&mut self) -> Result<bool, QemuError> {
-        if !runs_on_kvm(&mut *self.qmp)? || !self.has_virtualisation()? {
-            return Ok(false);
-        }
+    /// at QEMU's page tables. TCG writes them as all others.
+    pub(crate) fn check_nested(&mut self) -> Result<(), QemuError> {
+        if self.may_nest()? { self.check_registers() } else { Ok(()) }
+    }
+
+    /// Whether the guest could ever run guests in that way, as its first processor is made.
+    pub(crate) fn may_nest(&mut self) -> Result<bool, QmpError> {
+        Ok(runs_on_kvm(&mut *self.qmp)? && self.has_virtualisation()?)
+    }
+
+    /// Refuses one that could, where it has turned on what that takes.
+    pub(crate) fn check_registers(&mut self) -> Result<(), QemuError> {
         let registers = self.qmp.run(&Human { command_line: "info registers -a" })?;
-        runs_guests(&registers).map_or(Ok(true), |what| Err(QemuError::Nested { what }))
+        runs_guests(&registers).map_or(Ok(()), |what| Err(QemuError::Nested { what }))
     }
 
     /// Whether the guest's processors have VMX or SVM at all: KVM lets a guest turn on what its

@@ -1,19 +1,19 @@
 //! Room for the bytes of pages.
 
 use std::fmt;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 
-use crate::{PAGE_SIZE, PageCount};
+use crate::{ByteCount, PAGE_SIZE, PageCount};
 
 const PAGE: usize = PAGE_SIZE as usize;
 
 /// Room for the bytes of pages, which begins at a page's address, as what is copied into it does.
 ///
-/// The kernel copies with `rep movsb` where the processor says that this is fast. On AMD's Zen 3
-/// and 4 it is not where the destination lies up to 31 bytes behind the source, by the lowest 12
-/// bits of their addresses: it takes twice to seven times as long (glibc bug 30994; here 0.13 to
-/// 0.33 s/GiB instead of 0.06, docs/bulk.md). A `Vec` of many pages, which malloc(3) puts 16 bytes
-/// behind the beginning of a page, lies just there for every page of another process.
+/// The kernel copies with `rep movsb` where the processor says that this is fast. On AMD's Zen 4 it
+/// is not where the destination lies up to 31 bytes behind the source, by the lowest 12 bits of
+/// their addresses: it takes more than twice as long (glibc bug 30994, which names Zen 3 as well;
+/// figures in docs/bulk.md). A `Vec` of many pages, which malloc(3) puts 16 bytes behind the
+/// beginning of a page, lies just there for every page of another process.
 ///
 /// ```
 /// use godwit_units::{PageBuffer, PageCount};
@@ -25,34 +25,35 @@ const PAGE: usize = PAGE_SIZE as usize;
 /// ```
 #[derive(Default)]
 pub struct PageBuffer {
-    /// As many bytes as there is room for, and nearly a page more.
+    /// The pages, and nearly one more.
     bytes: Vec<u8>,
-    /// Where the first page begins.
-    start: usize,
+    /// Where in them the pages are.
+    pages: Range<usize>,
 }
 
 impl PageBuffer {
     /// Room for `pages`, of zeros.
     #[must_use]
     pub fn new(pages: PageCount) -> Self {
-        let bytes = vec![0; pages.bytes().0 as usize + PAGE - 1];
+        let length = pages.bytes().0 as usize;
+        let bytes = vec![0; length + PAGE - 1];
         let address = bytes.as_ptr().addr();
-        Self { start: address.next_multiple_of(PAGE) - address, bytes }
+        let start = address.next_multiple_of(PAGE) - address;
+        Self { bytes, pages: start..start + length }
     }
 
-    /// Makes sure that there is room for `bytes`, in bytes; what was there is lost where there was
-    /// not.
+    /// Makes sure that so many bytes have room; what was there is lost where they had not.
     ///
     /// ```
-    /// use godwit_units::PageBuffer;
+    /// use godwit_units::{ByteCount, PageBuffer};
     ///
     /// let mut pages = PageBuffer::default();
-    /// pages.fit(5000);
+    /// pages.fit(ByteCount(5000));
     /// assert_eq!(pages.len(), 8192);
     /// ```
-    pub fn fit(&mut self, bytes: usize) {
-        if self.len() < bytes {
-            *self = Self::new(PageCount(bytes.div_ceil(PAGE) as u64));
+    pub fn fit(&mut self, room: ByteCount) {
+        if (self.len() as u64) < room.0 {
+            *self = Self::new(PageCount(room.0.div_ceil(PAGE_SIZE)));
         }
     }
 }
@@ -61,15 +62,13 @@ impl Deref for PageBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        let room = (self.bytes.len() + 1).saturating_sub(PAGE);
-        &self.bytes[self.start..self.start + room]
+        &self.bytes[self.pages.clone()]
     }
 }
 
 impl DerefMut for PageBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        let room = (self.bytes.len() + 1).saturating_sub(PAGE);
-        &mut self.bytes[self.start..self.start + room]
+        &mut self.bytes[self.pages.clone()]
     }
 }
 
@@ -102,11 +101,11 @@ mod tests {
     fn what_fits_stays() {
         let mut buffer = PageBuffer::default();
         assert!(buffer.is_empty());
-        buffer.fit(1);
+        buffer.fit(ByteCount(1));
         buffer[7] = 7;
-        buffer.fit(PAGE);
+        buffer.fit(ByteCount(PAGE_SIZE));
         assert_eq!((buffer.len(), buffer[7]), (PAGE, 7));
-        buffer.fit(PAGE + 1);
+        buffer.fit(ByteCount(PAGE_SIZE + 1));
         assert_eq!(buffer.len(), 2 * PAGE);
     }
 }

@@ -383,7 +383,7 @@ fn nothing_is_asked_before_the_stop_that_cannot_have_changed() -> anyhow::Result
         let stopping = migrate.errors.lines().filter(|line| line.contains("action=StopGuest"));
         let told: Vec<&str> = stopping.filter(|line| line.contains("command=")).collect();
         ensure!(told.iter().any(|line| line.contains("\"query-status\"")), "{told:#?}");
-        // Whether guests of its own may run in it (under TCG they may), and in which files its
+        // Whether guests of its own may run in it (of no concern under TCG), and in which files its
         // memory is (in none).
         for needless in ["\"query-kvm\"", "refused command=\"qom-get\""] {
             ensure!(!told.iter().any(|line| line.contains(needless)), "{needless}: {told:#?}");

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use godwit_codec::{CodecId, Decompressor};
-use godwit_units::{PageBuffer, PageRun};
+use godwit_units::{PageBuffer, PageCount, PageRun};
 use godwit_wire::{Content, FRAME_PAGES, FrameKind, HEADER_LEN, PageFrame, barrier_of};
 
 use super::barriers::Barriers;
@@ -124,7 +124,7 @@ impl Channel {
             let corrupt =
                 |source| EngineError::Corrupt { of: of(), page: frame.first_page(), source };
             let codec = CodecId::from_wire(frame.codec).map_err(corrupt)?;
-            self.pages.fit(FRAME_PAGES << 12);
+            self.pages.fit(PageCount(FRAME_PAGES as u64).bytes());
             let pages = &mut self.pages[..frame.raw_len];
             self.decompressor.decompress(codec, frame.data, pages).map_err(corrupt)?;
             pages

@@ -101,7 +101,7 @@ impl Placed {
             self.mark(number, run);
             return Ok(());
         };
-        buffer.fit(PageCount(READ).bytes().0 as usize);
+        buffer.fit(PageCount(READ).bytes());
         let mut prints = Vec::with_capacity(run.count.0 as usize);
         for part in parts(run, READ) {
             let bytes = &mut buffer[..part.count.bytes().0 as usize];
@@ -310,7 +310,7 @@ struct Reader {
     few: (usize, Vec<PageRun>),
 }
 
-/// Bytes that are read at once at the most.
+/// Pages that are read at once at the most.
 fn pages_read(disks: &[Box<dyn DiskReader>]) -> PageCount {
     PageCount(if disks.is_empty() { READ } else { READ.max(READ_PAGES) })
 }

@@ -249,11 +249,12 @@ impl Convergence {
         let bandwidth = self.estimate.as_ref().map(|estimate| estimate.bandwidth);
         let carried = bandwidth.and_then(|rate| rate.time_for(costs.bytes)).unwrap_or_default();
         let state = costs.state + carried;
-        // Nobody waits for a guest that does not run: what more rounds would not make less is not
-        // held against its limit.
-        let fixed = match vm.was_running() {
-            true => last_look + state + meter.flush() + meter.round_trip() * TURNS,
-            false => Duration::ZERO,
+        let fixed = last_look + state + meter.flush() + meter.round_trip() * TURNS;
+        // Nobody waits for a guest that does not run: what more rounds would not make less is
+        // foretold, and not held against its limit.
+        let (fixed, foretold) = match vm.was_running() {
+            true => (fixed, verification),
+            false => (Duration::ZERO, verification + fixed),
         };
         // Once both machines are ready nothing lies between.
         let prepare = if prepared { Duration::ZERO } else { meter.round_trip() };
@@ -273,7 +274,7 @@ impl Convergence {
             remaining: look.remaining,
             fixed,
             lead: look_time + costs.lead + prepare,
-            verification,
+            verification: foretold,
             memory: ram.iter().map(RamBlock::pages).sum(),
             dirty: &look.dirty,
             throttle: self.slowdown.share(),

@@ -167,7 +167,7 @@ fn ask_machine(found: &Found, mut machine: Machine) -> Asked {
     let kvm = runs_on_kvm(&mut *machine.qmp).unwrap_or(false);
     let looked = check_rights(found)
         .and_then(|()| examine(&mut machine).map(drop))
-        .and_then(|()| machine.check_nested().map(drop));
+        .and_then(|()| machine.check_nested());
     let verdict = match looked {
         Ok(()) => Verdict::Moves,
         Err(error @ QemuError::Qmp(QmpError::Timeout { .. })) => {

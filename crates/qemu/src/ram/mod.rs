@@ -163,8 +163,8 @@ fn is_back_end(block: &str, back_ends: &BTreeSet<String>) -> bool {
     [block, addresses::region_of(block)].iter().any(|name| back_ends.contains(*name))
 }
 
-/// The RAM that QEMU's own migration would leave out, if that is all of it, and there may be a
-/// migration: it must not be reached without one (`alone`).
+/// The RAM that QEMU's own migration would leave out, if that is all of it. `None` also where there
+/// is no such migration, or the RAM is to be reached without one (`alone`).
 fn beside_migration(
     machine: &mut Machine,
     alone: bool,

@@ -99,8 +99,8 @@ pub struct QemuSource {
     processes_at: Option<Instant>,
     /// What the machine consists of.
     parts: BTreeSet<String>,
-    /// Whether a guest that runs guests is refused, and it could with the processors that it has:
-    /// one that is plugged in is no part that was there.
+    /// Whether a guest that runs guests is refused, and this one could. A processor that is plugged
+    /// in since is refused as a part that was added.
     may_nest: bool,
     /// Whether a disk writes guest memory by direct I/O.
     direct_io: bool,
@@ -304,7 +304,10 @@ impl QemuSource {
     /// # Errors
     /// When it may.
     pub fn without_nested(mut self) -> Result<Self, QemuError> {
-        self.may_nest = self.machine.check_nested()?;
+        self.may_nest = self.machine.may_nest()?;
+        if self.may_nest {
+            self.machine.check_registers()?;
+        }
         Ok(self)
     }
 
@@ -719,7 +722,7 @@ impl QemuSource {
             return Err(QemuError::Changed("a disk was switched to direct I/O"));
         }
         if self.may_nest {
-            self.machine.check_nested()?;
+            self.machine.check_registers()?;
         }
         if let Some(new) = parts.difference(&self.parts).next() {
             return Err(QemuError::NotTheSame(format!("{new} was added")));
@@ -729,6 +732,7 @@ impl QemuSource {
         }
         // The RAM of devices stays where it is as long as these are there, wherever the guest has
         // it mapped: one that was reset a moment ago has not yet.
+        // A device that was plugged in for another of the same name may have a back end now.
         let alone = self.state_by == StateBy::Saving || !fronts.is_empty();
         let now = Ram::main(&mut self.machine, alone)?;
         let same = now.len() == self.ram.len()

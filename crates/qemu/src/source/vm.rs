@@ -99,7 +99,7 @@ impl SourceVm for QemuSource {
     }
 
     fn switchover_costs(&self) -> SwitchoverCosts {
-        // What is looked at again is looked at by the same commands.
+        // What is looked at again is looked at by the same commands, or by fewer.
         let processes =
             if self.processes_are_due() { self.processes_looked } else { Duration::ZERO };
         let own_blocks = match self.state_by {

@@ -1,5 +1,5 @@
 //! What reading memory back costs: out of a process, in pieces of several sizes, when all of it was
-//! written long ago or behind each write.
+//! written long ago or behind each write, into a buffer that begins at a page or some bytes behind.
 //!
 //! The process is this one: the kernel goes the same way to the pages of any. What is made of each
 //! page is what a proof makes of it.
@@ -9,7 +9,7 @@ use godwit_bench::sys::{Mapping, thread_time};
 use godwit_bench::table::{Column, Table, figure};
 use godwit_fingerprints::{Key, PageFingerprints, SegmentFingerprints};
 use godwit_memory::{ProcessBacking, RamBlock};
-use godwit_units::{PageCount, PageIndex, PageRun};
+use godwit_units::{PageBuffer, PageCount, PageIndex, PageRun};
 use serde_json::json;
 
 const PAGE: usize = 4096;
@@ -19,13 +19,23 @@ const PAGES: u64 = 1 << 18;
 const FRAME: u64 = 256;
 /// Pages that are read at once.
 const PIECES: [u64; 4] = [16, 64, 128, 256];
+/// Bytes from the beginning of a page to that of the buffer.
+const OFFSETS: [usize; 4] = [0, 8, 16, 32];
 const ROUNDS: usize = 7;
 
-const TABLE: Table<(String, u64, f64)> = Table(&[
-    Column { head: "read back", width: 17, cell: |row| row.0.clone() },
-    Column { head: "KiB", width: 6, cell: |row| row.1.to_string() },
-    Column { head: "CPU s/GiB", width: 9, cell: |row| figure(row.2, 3) },
+/// When is read back, how many pages at once, and into which buffer.
+type Way = (bool, u64, usize);
+
+const TABLE: Table<(Way, f64)> = Table(&[
+    Column { head: "read back", width: 17, cell: |((behind, ..), _)| name(*behind).to_owned() },
+    Column { head: "KiB", width: 6, cell: |((_, pages, _), _)| (pages * 4).to_string() },
+    Column { head: "bytes behind", width: 12, cell: |((.., offset), _)| offset.to_string() },
+    Column { head: "CPU s/GiB", width: 9, cell: |(_, seconds)| figure(*seconds, 3) },
 ]);
+
+fn name(behind: bool) -> &'static str {
+    if behind { "behind each write" } else { "later" }
+}
 
 pub(crate) fn run() -> anyhow::Result<()> {
     println!("{}", machine());
@@ -41,13 +51,14 @@ pub(crate) fn run() -> anyhow::Result<()> {
     let (key, prints) = (Key::new(7), PageFingerprints::new());
     let mut table = prints.segment(PageRun::new(0, PAGES));
     table.record(PageIndex(0), key.zero());
-    let ways: Vec<(bool, u64)> =
-        [false, true].iter().flat_map(|behind| PIECES.map(|pages| (*behind, pages))).collect();
+    let sizes = [false, true].iter().flat_map(|behind| PIECES.map(|pages| (*behind, pages)));
+    let ways: Vec<Way> =
+        sizes.flat_map(|(behind, pages)| OFFSETS.map(|offset| (behind, pages, offset))).collect();
     let mut times = vec![Vec::new(); ways.len()];
     let mut frame = vec![1; FRAME as usize * PAGE];
-    let mut bytes = godwit_units::PageBuffer::new(PageCount(FRAME));
+    let mut buffer = PageBuffer::new(PageCount(FRAME + 1));
     for round in 0..ROUNDS {
-        for ((behind, pages), times) in ways.iter().zip(&mut times) {
+        for ((behind, pages, offset), times) in ways.iter().zip(&mut times) {
             frame.fill(round as u8);
             let mut taken = 0.0;
             for at in (0..PAGES).step_by(FRAME as usize) {
@@ -56,7 +67,7 @@ pub(crate) fn run() -> anyhow::Result<()> {
                 }
                 let before = thread_time();
                 for piece in (at..at + FRAME).step_by(*pages as usize) {
-                    let bytes = &mut bytes[..*pages as usize * PAGE];
+                    let bytes = &mut buffer[*offset..][..*pages as usize * PAGE];
                     block.read(PageIndex(piece), bytes)?;
                     note(&mut table, &key, piece, bytes);
                 }
@@ -68,11 +79,15 @@ pub(crate) fn run() -> anyhow::Result<()> {
     let mut report = Report::new("read-back");
     let mut rows = Vec::new();
     TABLE.print_head();
-    for ((behind, pages), times) in ways.iter().zip(&times) {
-        let name = if *behind { "behind each write" } else { "later" };
-        let (kib, seconds) = (pages * 4, median(times));
-        TABLE.print(&(name.to_owned(), kib, seconds));
-        rows.push(json!({ "read_back": name, "kib": kib, "cpu_s_per_gib": times }));
+    for (way, times) in ways.iter().zip(&times) {
+        let (behind, pages, offset) = *way;
+        TABLE.print(&(*way, median(times)));
+        rows.push(json!({
+            "read_back": name(behind),
+            "kib": pages * 4,
+            "bytes_behind": offset,
+            "cpu_s_per_gib": times,
+        }));
     }
     report.figure("rows", rows);
     report.finish()?;
