@@ -13,7 +13,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
-use godwit_units::{PAGE_SIZE, PageCount};
+use godwit_units::{PAGE_SIZE, PageBuffer, PageCount};
 
 /// The command by which a program becomes a subject: it then calls [`stand`].
 pub const COMMAND: &str = "doctor-subject";
@@ -127,16 +127,15 @@ fn stuck() -> io::Error {
 /// ```
 pub fn stand(orders: impl BufRead, mut answers: impl Write) -> io::Result<()> {
     let page = usize::try_from(PAGE_SIZE).unwrap_or(usize::MAX);
-    let bytes = usize::try_from(PAGES.bytes().0).unwrap_or(usize::MAX);
-    let mut memory = vec![FILLED; bytes + page];
-    let start = memory.as_ptr().align_offset(page);
+    let mut memory = PageBuffer::new(PAGES);
+    memory.fill(FILLED);
     let device = File::open("/dev/userfaultfd");
     let number = device.as_ref().map_or(-1, |device| device.as_raw_fd());
-    writeln!(answers, "{} {number}", memory[start..].as_ptr().addr())?;
+    writeln!(answers, "{} {number}", memory.as_ptr().addr())?;
     answers.flush()?;
     for (count, line) in orders.lines().enumerate() {
         let number: usize = line?.trim().parse().map_err(io::Error::other)?;
-        let at = start + number % (bytes / page) * page;
+        let at = number % (memory.len() / page) * page;
         memory[at] = count.to_le_bytes()[0];
         // Whoever looks from outside is unknown to the compiler.
         std::hint::black_box(&mut memory);

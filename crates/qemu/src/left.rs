@@ -413,12 +413,15 @@ impl ArrivingPages for Whole {
 
 #[cfg(test)]
 mod tests {
+    use godwit_units::PageBuffer;
+
     use super::*;
 
     #[test]
     fn what_was_written_down_of_a_machine_opens_it() {
-        let memory = vec![7_u8; 3 << 12];
-        let address = (memory.as_ptr() as u64).next_multiple_of(4096);
+        let mut memory = PageBuffer::new(PageCount(2));
+        memory.fill(7);
+        let address = memory.as_ptr().addr() as u64;
         let own = std::process::id().cast_signed();
         let ram = at_address(own, "pc.ram".to_owned(), ByteCount(8192), address).unwrap();
         let words = words(5, (&[ram], &AddressSpace::of(own).unwrap()));

@@ -1,4 +1,5 @@
-//! Units: page counts, byte counts, addresses and rates as types, and durations and sizes as text.
+//! Units: page counts, byte counts, addresses and rates as types, durations and sizes as text, and
+//! room for the bytes of pages.
 //!
 //! No bare `u64` crosses a crate border where one of these says what it counts. Everything that is
 //! parsed here is printed here in the same form: `300ms`, `10Gbit`, `64KiB`.

@@ -51,11 +51,12 @@ impl ProcessBacking {
     ///
     /// ```
     /// use godwit_memory::{Backing, ProcessBacking};
+    /// use godwit_units::{PageBuffer, PageCount};
     ///
-    /// let memory = vec![7_u8; 12288];
-    /// let page = (memory.as_ptr() as u64).next_multiple_of(4096);
+    /// let mut memory = PageBuffer::new(PageCount(1));
+    /// memory.fill(7);
     /// let own = std::process::id().cast_signed();
-    /// let backing = ProcessBacking::open(own, page, 4096)?;
+    /// let backing = ProcessBacking::open(own, memory.as_ptr().addr() as u64, 4096)?;
     /// let mut bytes = [0; 4096];
     /// backing.read(0, &mut bytes)?;
     /// assert_eq!(bytes, [7; 4096]);

@@ -730,10 +730,10 @@ impl QemuSource {
         if let Some(gone) = self.parts.difference(&parts).next() {
             return Err(QemuError::NotTheSame(format!("{gone} was removed")));
         }
-        // The RAM of devices stays where it is as long as these are there, wherever the guest has
-        // it mapped: one that was reset a moment ago has not yet.
         // A device that was plugged in for another of the same name may have a back end now.
         let alone = self.state_by == StateBy::Saving || !fronts.is_empty();
+        // The RAM of devices stays where it is as long as these are there, wherever the guest has
+        // it mapped: one that was reset a moment ago has not yet.
         let now = Ram::main(&mut self.machine, alone)?;
         let same = now.len() == self.ram.len()
             && now.iter().zip(self.ram.iter()).all(|(a, b)| is_same(a, b));
