@@ -26,7 +26,7 @@ use crate::QemuError;
 use crate::device_ram::{self, DeviceRam, Loader};
 use crate::machine::Machine;
 use crate::monitor::commands::{QomGet, RemoveFd, SaveDevices};
-use crate::monitor::{Monitor, QmpError};
+use crate::monitor::{Monitor, QmpError, Queued};
 
 /// "QEVM" and version 3, in big-endian order (migration/qemu-file-types.h, QEMU_VM_FILE_MAGIC).
 pub(crate) const HEADER: [u8; 8] = [b'Q', b'E', b'V', b'M', 0, 0, 0, 3];
@@ -107,9 +107,33 @@ impl Saving {
         Ok(Self { file, machine_type, to_hand_over })
     }
 
-    /// Has QEMU save its devices, and returns the stream that a destination loads. The guest must
-    /// have been stopped.
-    pub(crate) fn save(
+    /// Has QEMU begin to save its devices. The guest must have been stopped.
+    pub(crate) fn begin(self, machine: &mut Machine) -> Result<BeingSaved, QemuError> {
+        let qmp = &mut *machine.qmp;
+        if let Some(writer) = &self.to_hand_over {
+            hand_over(qmp, writer)?;
+        }
+        let saved = qmp.start(&SaveDevices { filename: &format!("/dev/fdset/{FD_SET}") })?;
+        // A QEMU that nobody waits for comes to this, too.
+        let remove = self.to_hand_over.as_ref().map(|_| qmp.start(&RemoveFd { fdset_id: FD_SET }));
+        let removed = remove.transpose()?;
+        Ok(BeingSaved { file: self.file, machine_type: self.machine_type, saved, removed })
+    }
+}
+
+/// Devices that QEMU has begun to save.
+#[derive(Debug)]
+pub(crate) struct BeingSaved {
+    file: File,
+    machine_type: String,
+    saved: Queued,
+    /// The descriptor's end at QEMU, where that does not keep it.
+    removed: Option<Queued>,
+}
+
+impl BeingSaved {
+    /// Waits for QEMU's answer, and returns the stream that a destination loads.
+    pub(crate) fn finish(
         mut self,
         machine: &mut Machine,
         ram: &[DeviceRam],
@@ -117,19 +141,9 @@ impl Saving {
         limit: Duration,
     ) -> Result<Vec<u8>, QemuError> {
         let qmp = &mut *machine.qmp;
-        let handed_over =
-            self.to_hand_over.as_ref().map_or(Ok(()), |writer| hand_over(qmp, writer));
-        let save = SaveDevices { filename: &format!("/dev/fdset/{FD_SET}") };
-        let saved = handed_over.and_then(|()| {
-            let queued = qmp.start(&save)?;
-            qmp.answer(&queued, limit)
-        });
-        // A QEMU that has not answered comes to this, too, when it goes on.
-        let remove = self.to_hand_over.as_ref().map(|_| qmp.start(&RemoveFd { fdset_id: FD_SET }));
-        let remove = remove.transpose()?;
-        saved?;
-        if let Some(remove) = remove {
-            qmp.answer(&remove, qmp.limit())?;
+        qmp.answer(&self.saved, limit)?;
+        if let Some(removed) = &self.removed {
+            qmp.answer(removed, qmp.limit())?;
         }
         let mut devices = Vec::new();
         self.file

@@ -72,6 +72,22 @@ fn check_followed(pair: &mut Pair, migrate: &Ended, receive: &Ended) -> anyhow::
     check_clean(pair)
 }
 
+/// The source said what is missing while its QEMU saved the devices.
+fn check_told_meanwhile(migrate: &Ended, backend: Backend) -> anyhow::Result<()> {
+    let saves = match backend {
+        Backend::Anonymous => "\"xen-save-devices-state\"",
+        _ => "\"migrate-continue\"",
+    };
+    let at = |words: &[&str]| -> anyhow::Result<usize> {
+        let found = |line: &str| words.iter().all(|word| line.contains(word));
+        migrate.errors.lines().position(found).with_context(|| format!("no line with {words:?}"))
+    };
+    let (begun, told) = (at(&["asked", saves])?, at(&["action=ListMissing", "carried"])?);
+    let answered = at(&["answered", saves])?;
+    ensure!(begun < told && told < answered, "{saves}: {begun}, {told}, {answered}");
+    Ok(())
+}
+
 /// It came whole, whoever has seen to that.
 fn check_whole(pair: &mut Pair, migrate: &Ended) -> anyhow::Result<()> {
     check_moved(pair, migrate)?;
@@ -90,9 +106,11 @@ fn a_guest_leaves_at_once_and_its_memory_follows() -> anyhow::Result<()> {
     let builds = builds_in_turn_for("a_guest_leaves_at_once_and_its_memory_follows");
     for (build, backend) in builds.iter().flat_map(|build| BACKENDS.map(|kind| (build, kind))) {
         let mut pair = Pair::start(&config_in(build, backend, Mode::Rate))?;
-        let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
+        let log = ["--log", "godwit_engine=debug,godwit_qemu=trace"];
+        let (migrate, receive) = over(&pair, &[&["--postcopy", "now"][..], &log].concat())?;
         let context = || format!("{build}, {backend:?}");
         check_followed(&mut pair, &migrate, &receive).with_context(context)?;
+        check_told_meanwhile(&migrate, backend).with_context(context)?;
         let (attached, tracked) =
             (&migrate.last()["tracking_stop_us"], &migrate.last()["tracked_ms"]);
         ensure!(attached == 0, "QEMU was attached to: stopped for {attached} us");

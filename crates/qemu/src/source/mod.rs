@@ -43,7 +43,7 @@ use godwit_vcpu_throttle::{Measures, VcpuThrottle};
 use crate::QemuError;
 use crate::compare::{Realized, Terms};
 use crate::device_ram::{DeviceRam, Loader};
-use crate::device_state::{self, Saving};
+use crate::device_state::{self, BeingSaved, Saving};
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Drive, Found, Granularity, ListedDisk, Tracking};
 use crate::fate::Fate;
@@ -81,6 +81,15 @@ const OWN_BLOCKS: Duration = Duration::from_millis(5);
 /// that was longer ago: on a host with many of them it takes long. Who maps guest RAM for a device
 /// shows among the devices, too.
 const PROCESSES_AGE: Duration = Duration::from_secs(1);
+
+/// What has QEMU hand out its device state, and was not answered.
+#[derive(Debug)]
+enum Releasing {
+    /// A migration that goes on.
+    Continued(Queued),
+    /// Its devices are saved.
+    Saved(BeingSaved),
+}
 
 /// A QEMU whose guest is to leave.
 #[derive(Debug)]
@@ -127,8 +136,8 @@ pub struct QemuSource {
     held_since: Option<Instant>,
     /// Whether the device state was released, so that a destination may have loaded it.
     released: bool,
-    /// The command that does so, while it was not answered.
-    releasing: Option<Queued>,
+    /// How that was begun, while it was not answered.
+    releasing: Option<Releasing>,
     /// The vCPUs' threads, as they were when last asked for.
     vcpus: Vec<i32>,
     throttle: VcpuThrottle,

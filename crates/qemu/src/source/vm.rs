@@ -13,7 +13,8 @@ use godwit_track::{DirtyTracker, Untracked};
 
 use super::back_ends::BackEnds;
 use super::{
-    END_LIMIT, FD_NAME, OWN_BLOCKS, QemuSource, SAVE_LIMIT, SILENT, failure_words, migration_event,
+    END_LIMIT, FD_NAME, OWN_BLOCKS, QemuSource, Releasing, SAVE_LIMIT, SILENT, failure_words,
+    migration_event,
 };
 use crate::compare::Realized;
 use crate::device_state::{self, Saving};
@@ -152,36 +153,45 @@ impl SourceVm for QemuSource {
     }
 
     fn release_state(&mut self) -> Result<(), VmError> {
-        self.released = true;
-        if self.state_by == StateBy::Saving {
-            let Self { machine, device_ram, loader, saving, .. } = self;
-            // It was prepared when the stream was opened.
-            let saving = saving.take().ok_or(QemuError::Changed("the devices were saved"))?;
-            let devices = saving.save(machine, device_ram, *loader, SAVE_LIMIT)?;
-            // Nobody has to have read it by now: it may be more than is taken before the last round
-            // has ended. Who read it may also be gone, which is found out by whoever waits for it.
-            let _ = self.saved_to.take().map(|to| to.send(devices));
-            return Ok(());
-        }
         self.begin_release()?;
         self.await_release()
     }
 
     fn begin_release(&mut self) -> Result<(), VmError> {
-        if self.state_by == StateBy::Saving {
-            return self.release_state();
-        }
         self.released = true;
-        self.releasing =
-            Some(self.machine.qmp.start(&MigrateContinue { state: "pre-switchover" })?);
+        self.releasing = Some(match self.state_by {
+            StateBy::Saving => {
+                // It was prepared when the stream was opened.
+                let saving = self.saving.take();
+                let saving = saving.ok_or(QemuError::Changed("the devices were saved"))?;
+                Releasing::Saved(saving.begin(&mut self.machine)?)
+            }
+            StateBy::Migration => {
+                let go_on = MigrateContinue { state: "pre-switchover" };
+                Releasing::Continued(self.machine.qmp.start(&go_on)?)
+            }
+        });
         Ok(())
     }
 
     fn await_release(&mut self) -> Result<(), VmError> {
         // Until its devices are saved its monitor may answer nothing.
-        let Some(begun) = self.releasing.take() else { return Ok(()) };
-        let limit = self.machine.qmp.limit();
-        Ok(self.machine.qmp.answer(&begun, limit).map(drop)?)
+        match self.releasing.take() {
+            None => {}
+            Some(Releasing::Continued(begun)) => {
+                let limit = self.machine.qmp.limit();
+                self.machine.qmp.answer(&begun, limit)?;
+            }
+            Some(Releasing::Saved(begun)) => {
+                let Self { machine, device_ram, loader, .. } = self;
+                let devices = begun.finish(machine, device_ram, *loader, SAVE_LIMIT)?;
+                // Nobody has to have read it by now: it may be more than is taken before the last
+                // round has ended. Who read it may also be gone, which is found out by whoever
+                // waits for it.
+                let _ = self.saved_to.take().map(|to| to.send(devices));
+            }
+        }
+        Ok(())
     }
 
     fn state_saved(&mut self) -> Result<(), VmError> {
