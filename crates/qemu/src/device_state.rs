@@ -45,12 +45,12 @@ const FD_SET: i64 = 0x676f_6477;
 const NO_DESCRIPTION: [u8; 5] = [6, 0, 0, 0, 0];
 
 /// A stream that is all there at once, and may be read later, or never: nobody waits for it.
-pub(crate) fn passed_on() -> (Sender<Vec<u8>>, impl Read + Send) {
+fn passed_on() -> (Sender<Vec<u8>>, PassedOn) {
     let (to, from) = mpsc::channel();
     (to, PassedOn { from, bytes: Cursor::default() })
 }
 
-struct PassedOn {
+pub(crate) struct PassedOn {
     from: Receiver<Vec<u8>>,
     bytes: Cursor<Vec<u8>>,
 }
@@ -78,16 +78,20 @@ pub(crate) fn machine_type(machine: &mut Machine) -> Result<String, QemuError> {
 /// What QEMU is to save its devices into, and all that can be found out or done for that before the
 /// guest is stopped.
 #[derive(Debug)]
-pub(crate) struct Saving {
+pub(crate) struct Prepared {
     file: File,
     machine_type: String,
     /// The descriptor, where QEMU is handed it only when it saves.
     to_hand_over: Option<File>,
+    /// Where the stream goes.
+    to: Sender<Vec<u8>>,
 }
 
-impl Saving {
-    /// Makes a file, and hands it to `machine` if that `keeps` it until [`forget`].
-    pub(crate) fn prepare(machine: &mut Machine, keeps: bool) -> Result<Self, QemuError> {
+impl Prepared {
+    /// Makes a file, and hands it to `machine` at once if that `keeps` it. Whoever had called this
+    /// calls [`forget`]. Returns also the stream that a destination loads, which ends with `Self`
+    /// and what becomes of it.
+    pub(crate) fn new(machine: &mut Machine, keeps: bool) -> Result<(Self, PassedOn), QemuError> {
         let system = |step| move |source| QemuError::System { step, source };
         let memfd = memfd_create("godwit-devices", MemfdFlags::CLOEXEC)
             .map_err(|errno| system("memfd_create")(errno.into()))?;
@@ -104,56 +108,55 @@ impl Saving {
         } else {
             Some(writer)
         };
-        Ok(Self { file, machine_type, to_hand_over })
+        let (to, stream) = passed_on();
+        Ok((Self { file, machine_type, to_hand_over, to }, stream))
     }
 
     /// Has QEMU begin to save its devices. The guest must have been stopped.
-    pub(crate) fn begin(self, machine: &mut Machine) -> Result<BeingSaved, QemuError> {
+    pub(crate) fn save(self, machine: &mut Machine) -> Result<Saving, QemuError> {
         let qmp = &mut *machine.qmp;
-        if let Some(writer) = &self.to_hand_over {
-            hand_over(qmp, writer)?;
+        let Self { file, machine_type, to_hand_over, to } = self;
+        if let Some(writer) = to_hand_over {
+            hand_over(qmp, &writer)?;
         }
-        let saved = qmp.start(&SaveDevices { filename: &format!("/dev/fdset/{FD_SET}") })?;
-        // A QEMU that nobody waits for comes to this, too.
-        let remove = self.to_hand_over.as_ref().map(|_| qmp.start(&RemoveFd { fdset_id: FD_SET }));
-        let removed = remove.transpose()?;
-        Ok(BeingSaved { file: self.file, machine_type: self.machine_type, saved, removed })
+        let told = qmp.start(&SaveDevices { filename: &format!("/dev/fdset/{FD_SET}") })?;
+        Ok(Saving { file, machine_type, to, told })
     }
 }
 
-/// Devices that QEMU has begun to save.
+/// Devices that QEMU was told to save.
 #[derive(Debug)]
-pub(crate) struct BeingSaved {
+pub(crate) struct Saving {
     file: File,
     machine_type: String,
-    saved: Queued,
-    /// The descriptor's end at QEMU, where that does not keep it.
-    removed: Option<Queued>,
+    to: Sender<Vec<u8>>,
+    told: Queued,
 }
 
-impl BeingSaved {
-    /// Waits for QEMU's answer, and returns the stream that a destination loads.
+impl Saving {
+    /// Waits for QEMU's answer, and passes the stream on.
     pub(crate) fn finish(
         mut self,
         machine: &mut Machine,
         ram: &[DeviceRam],
         loader: Loader,
         limit: Duration,
-    ) -> Result<Vec<u8>, QemuError> {
-        let qmp = &mut *machine.qmp;
-        qmp.answer(&self.saved, limit)?;
-        if let Some(removed) = &self.removed {
-            qmp.answer(removed, qmp.limit())?;
-        }
+    ) -> Result<(), QemuError> {
+        machine.qmp.answer(&self.told, limit)?;
         let mut devices = Vec::new();
         self.file
             .read_to_end(&mut devices)
             .map_err(|source| QemuError::System { step: "reading a memfd", source })?;
         let ram = device_ram::section(ram, loader)?;
-        stream(&devices, &self.machine_type, &ram, loader).ok_or_else(|| QemuError::State {
+        let stream = stream(&devices, &self.machine_type, &ram, loader);
+        let stream = stream.ok_or_else(|| QemuError::State {
             action: "save",
             words: "what it wrote does not begin as a migration does".to_owned(),
-        })
+        })?;
+        // Nobody has to have read it by now: it may be more than is taken before the last round has
+        // ended. Who read it may also be gone, which is found out by whoever waits for it.
+        let _ = self.to.send(stream);
+        Ok(())
     }
 }
 
@@ -163,7 +166,7 @@ fn hand_over(qmp: &mut dyn Monitor, writer: &File) -> Result<(), QmpError> {
     qmp.add_fd(FD_SET, writer.as_fd())
 }
 
-/// Has QEMU let go of what [`Saving::prepare`] has handed to it, or a godwit that was killed.
+/// Has QEMU let go of what a [`Prepared`] has handed to it, or a godwit that was killed.
 pub(crate) fn forget(qmp: &mut dyn Monitor) -> Result<(), QmpError> {
     // There is none where QEMU did not take it.
     qmp.run_if_known(&RemoveFd { fdset_id: FD_SET }).map(drop)

@@ -92,13 +92,16 @@ fn whatever_fails_the_guest_runs_on_with_its_disk() -> anyhow::Result<()> {
             drop(receive);
         }
 
-        // Killed with the guest stopped, before and after its devices were saved and its image was
-        // let go of: the guardian brings it back.
-        for fault in ["kill-after-stop", "kill-after-release", "kill-after-state"] {
+        // Killed with the guest stopped, before, while and after its devices are saved and its
+        // image is let go of: the guardian brings it back.
+        let faults = ["kill-after-stop", "kill-after-release", "kill-after-state"];
+        let at_once = ["--fault", "kill-after-release", "--postcopy", "now"];
+        let faults = faults.map(|fault| vec!["--fault", fault]);
+        for options in faults.into_iter().chain([at_once.to_vec()]) {
             let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
-            let migrate = pair.godwit.migrate(&pair.source, &address, &["--fault", fault])?;
+            let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
             migrate.wait(LIMIT)?;
-            check_untouched(&mut pair.source).with_context(|| format!("{build}: {fault}"))?;
+            check_untouched(&mut pair.source).with_context(|| format!("{build}: {options:?}"))?;
             pair.destination = TestVm::destination(pair.source.config())?;
         }
 

@@ -160,6 +160,11 @@ fn check_stays(node: &Node, vm: &mut TestVm) -> anyhow::Result<()> {
     vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
     ensure!(vm.status()? == "running" && vm.bugs().is_empty(), "{:?}", vm.bugs());
     ensure!(!std::fs::read_to_string(node.definition())?.contains("lock:"));
+    let until = Instant::now() + LIMIT;
+    while vm.qmp().execute("query-fdsets", Value::Null)? != json!([]) {
+        ensure!(Instant::now() < until, "QEMU has a descriptor of godwit's still");
+        std::thread::sleep(Duration::from_millis(20));
+    }
     ask(&node.monitor())
 }
 
@@ -288,13 +293,21 @@ fn whatever_fails_proxmox_has_its_vm_and_its_monitor() -> anyhow::Result<()> {
     check_stays(&node, &mut vm).context("locked")?;
 
     // The guardian comes to the monitor by its socket.
-    for fault in ["kill-after-stop", "kill-after-state"] {
+    let state = ["--fault", "kill-after-state"];
+    let log = ["--log", "godwit_engine=debug,godwit_qemu=trace"];
+    let at_once = [&["--fault", "kill-after-release", "--postcopy", "now"][..], &log].concat();
+    for options in [&["--fault", "kill-after-stop"][..], &state, &at_once] {
         let destination = TestVm::destination(&config)?;
         let (_receive, address) = godwit.receive(&destination, &[])?;
-        let migrate = godwit.migrate_named("proxmox:100", &address, &["--fault", fault])?;
-        migrate.wait(LIMIT)?;
+        let migrate = godwit.migrate_named("proxmox:100", &address, options)?;
+        let migrate = migrate.wait(LIMIT)?;
         await_unlocked(&node)?;
-        check_stays(&node, &mut vm).context(fault)?;
+        check_stays(&node, &mut vm).with_context(|| format!("{options:?}"))?;
+        // No answer is left to a connection that is let go of: it was heard before the kill.
+        let saved = ["answered", "\"xen-save-devices-state\""];
+        let heard = |line: &str| saved.iter().all(|word| line.contains(word));
+        let told = !options.contains(&"--log") || migrate.errors.lines().any(heard);
+        ensure!(told, "{}", migrate.errors);
     }
     // Killed where it is in doubt who has the guest: nobody here may start it.
     let destination = TestVm::destination(&config)?;

@@ -192,6 +192,37 @@ fn nobody_waits_for_a_qemu_that_stands_still_once_that_is_of_no_use() {
 }
 
 #[test]
+fn a_guest_runs_on_whose_devices_are_saved_for_nobody() {
+    // What fails in post-copy while QEMU saves them, as the loss of the link, is followed by this.
+    for build in qemus("a_guest_runs_on_whose_devices_are_saved_for_nobody") {
+        for backend in [Backend::SharedFile, Backend::Anonymous] {
+            let config =
+                VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_backend(backend);
+            let mut vm = TestVm::source(&config).unwrap();
+            vm.wait_ready(LIMIT).unwrap();
+            let pid = Pid::from_raw(vm.pid()).unwrap();
+            let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
+            let reader = drained(source.open_state().unwrap());
+            source.stop().unwrap();
+            kill_process(pid, Signal::STOP).unwrap();
+            // Mutation: the answer is waited for, and does not come.
+            source.begin_release().unwrap();
+            kill_process(pid, Signal::CONT).unwrap();
+            source.resume().unwrap();
+            drop((source, reader));
+
+            let case = format!("{build}, {backend:?}");
+            assert_eq!(vm.status().unwrap(), "running", "{case}");
+            assert_eq!(capabilities_on(&mut vm), [Value::Null; 0], "{case}");
+            let sets = vm.qmp().execute("query-fdsets", Value::Null).unwrap();
+            assert_eq!(sets, json!([]), "{case}");
+            vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
+            assert_eq!(vm.bugs(), [""; 0], "{case}");
+        }
+    }
+}
+
+#[test]
 fn nothing_stays_of_a_tracking_of_disks_that_nobody_waited_for() {
     // Mutation: what takes it back is interrupted as well. Then bitmaps stay.
     for build in qemus("nothing_stays_of_a_tracking_of_disks_that_nobody_waited_for") {

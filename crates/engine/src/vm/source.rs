@@ -60,9 +60,9 @@ pub trait SourceVm {
     /// When the machine refuses.
     fn release_state(&mut self) -> Result<(), VmError>;
 
-    /// The same, with the machine's word for it asked for by [`Self::await_release`], which comes
-    /// next of all that is asked of the machine: more is left to do meanwhile. Where that fails,
-    /// the machine has refused.
+    /// The same, without waiting for the machine's answer, which [`Self::await_release`] asks for:
+    /// more is left to do meanwhile. Nothing but [`Self::has_ended`] is asked in between; where the
+    /// migration fails meanwhile, [`Self::resume`] comes instead.
     ///
     /// # Errors
     /// As [`Self::release_state`].

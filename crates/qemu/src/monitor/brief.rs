@@ -68,6 +68,24 @@ impl Held {
         self.kept = false;
     }
 
+    /// Does `work` over the connection that there is.
+    fn use_it<T>(
+        &mut self,
+        patience: &Patience,
+        during: &str,
+        work: impl FnOnce(&mut Qmp, &mut bool) -> Result<T, QmpError>,
+    ) -> Result<T, QmpError> {
+        let Self { qmp: Some(qmp), kept, .. } = self else {
+            return Err(QmpError::Closed { during: during.to_owned() });
+        };
+        let own = Monitor::patience_mut(qmp);
+        own.limit = patience.limit;
+        own.interrupt = patience.interrupt.clone();
+        let done = work(qmp, kept);
+        self.used = Instant::now();
+        done
+    }
+
     fn is_over(&self) -> bool {
         self.used.elapsed() > if self.kept { KEPT } else { IDLE }
     }
@@ -117,15 +135,7 @@ impl BriefMonitor {
             }
             (held.qmp, held.since) = (Some(qmp), Instant::now());
         }
-        let Held { qmp: Some(qmp), kept, .. } = &mut *held else {
-            return Err(QmpError::Closed { during: during.to_owned() });
-        };
-        let patience = Monitor::patience_mut(qmp);
-        patience.limit = self.patience.limit;
-        patience.interrupt = self.patience.interrupt.clone();
-        let done = work(qmp, kept);
-        held.used = Instant::now();
-        done
+        held.use_it(&self.patience, during, work)
     }
 
     /// Lets somebody else have a turn, if it was kept for long.
@@ -223,12 +233,9 @@ impl Monitor for BriefMonitor {
     }
 
     fn answer(&mut self, queued: &Queued, limit: Duration) -> Result<Value, QmpError> {
-        let lost = || QmpError::Closed { during: queued.command.clone() };
-        if lock(&self.held).qmp.is_none() {
-            return Err(lost());
-        }
         let hands_over = matches!(queued.command.as_str(), "getfd" | "add-fd");
-        self.over(&queued.command, |qmp, kept| {
+        // Over a connection that is made anew no answer comes.
+        lock(&self.held).use_it(&self.patience, &queued.command, |qmp, kept| {
             let answer = qmp.answer(queued, limit);
             *kept = hands_over;
             answer

@@ -28,7 +28,6 @@ use std::collections::BTreeSet;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -43,7 +42,7 @@ use godwit_vcpu_throttle::{Measures, VcpuThrottle};
 use crate::QemuError;
 use crate::compare::{Realized, Terms};
 use crate::device_ram::{DeviceRam, Loader};
-use crate::device_state::{self, BeingSaved, Saving};
+use crate::device_state::{self, Prepared, Saving};
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Drive, Found, Granularity, ListedDisk, Tracking};
 use crate::fate::Fate;
@@ -82,13 +81,13 @@ const OWN_BLOCKS: Duration = Duration::from_millis(5);
 /// shows among the devices, too.
 const PROCESSES_AGE: Duration = Duration::from_secs(1);
 
-/// What has QEMU hand out its device state, and was not answered.
+/// What QEMU was told so that it hands out its device state, and has not answered yet.
 #[derive(Debug)]
 enum Releasing {
-    /// A migration that goes on.
-    Continued(Queued),
-    /// Its devices are saved.
-    Saved(BeingSaved),
+    /// Its migration, to go on.
+    Continuing(Queued),
+    /// To save its devices.
+    Saving(Saving),
 }
 
 /// A QEMU whose guest is to leave.
@@ -117,10 +116,8 @@ pub struct QemuSource {
     settings: Option<MigrationSettings>,
     /// Another handle to our end of the state stream, to end it.
     state: Option<UnixStream>,
-    /// The other end, where it is not QEMU that writes to it.
-    saved_to: Option<Sender<Vec<u8>>>,
-    /// What it is to write there, from when the stream is opened until it is saved.
-    saving: Option<Saving>,
+    /// What its devices are saved into, from when the stream is opened until it is told to.
+    prepared: Option<Prepared>,
     /// Whether QEMU may have a descriptor for that.
     has_fd_set: bool,
     /// What is to load the device state.
@@ -136,7 +133,7 @@ pub struct QemuSource {
     held_since: Option<Instant>,
     /// Whether the device state was released, so that a destination may have loaded it.
     released: bool,
-    /// How that was begun, while it was not answered.
+    /// That, until the answer is there.
     releasing: Option<Releasing>,
     /// The vCPUs' threads, as they were when last asked for.
     vcpus: Vec<i32>,
@@ -274,8 +271,7 @@ impl QemuSource {
             tracking_stop: Duration::ZERO,
             settings: None,
             state: None,
-            saved_to: None,
-            saving: None,
+            prepared: None,
             has_fd_set: false,
             loader: Loader::Prepared,
             domain: None,
@@ -554,7 +550,7 @@ impl QemuSource {
     }
 
     fn bring_back(&mut self) -> Result<(), QemuError> {
-        self.saved_to = None;
+        (self.prepared, self.releasing) = (None, None);
         if let Some(state) = self.state.take() {
             let _ = state.shutdown(Shutdown::Both);
         }
@@ -663,7 +659,7 @@ impl QemuSource {
     }
 
     fn forget_fd_set(&mut self) -> Result<(), QmpError> {
-        self.saving = None;
+        self.prepared = None;
         if !std::mem::take(&mut self.has_fd_set) {
             return Ok(());
         }

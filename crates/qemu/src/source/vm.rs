@@ -17,7 +17,7 @@ use super::{
     migration_event,
 };
 use crate::compare::Realized;
-use crate::device_state::{self, Saving};
+use crate::device_state::Prepared;
 use crate::guard::{Left, Stage};
 use crate::libvirt::{QUESTION, SourceDomain};
 use crate::monitor::commands::{MigrateContinue, Quit};
@@ -121,14 +121,12 @@ impl SourceVm for QemuSource {
             guard.renew(&self.machine)?;
         }
         if self.state_by == StateBy::Saving {
+            // Also where it is handed over later: then there is no time for that.
+            self.note(|left| left.fd_set = true)?;
+            self.has_fd_set = true;
             let keeps = self.machine.qmp.keeps_descriptors();
-            if keeps {
-                self.note(|left| left.fd_set = true)?;
-                self.has_fd_set = true;
-            }
-            self.saving = Some(Saving::prepare(&mut self.machine, keeps)?);
-            let (saved_to, state) = device_state::passed_on();
-            self.saved_to = Some(saved_to);
+            let (prepared, state) = Prepared::new(&mut self.machine, keeps)?;
+            self.prepared = Some(prepared);
             return Ok(Box::new(state));
         }
         let (ours, theirs) = UnixStream::pair()
@@ -162,33 +160,30 @@ impl SourceVm for QemuSource {
         self.releasing = Some(match self.state_by {
             StateBy::Saving => {
                 // It was prepared when the stream was opened.
-                let saving = self.saving.take();
-                let saving = saving.ok_or(QemuError::Changed("the devices were saved"))?;
-                Releasing::Saved(saving.begin(&mut self.machine)?)
+                let prepared = self.prepared.take();
+                let prepared = prepared.ok_or(QemuError::Changed("the devices were saved"))?;
+                Releasing::Saving(prepared.save(&mut self.machine)?)
             }
             StateBy::Migration => {
                 let go_on = MigrateContinue { state: "pre-switchover" };
-                Releasing::Continued(self.machine.qmp.start(&go_on)?)
+                Releasing::Continuing(self.machine.qmp.start(&go_on)?)
             }
         });
-        Ok(())
+        // An answer that nobody waits for is lost with a connection that is let go of.
+        if self.machine.qmp.is_lasting() { Ok(()) } else { self.await_release() }
     }
 
     fn await_release(&mut self) -> Result<(), VmError> {
         // Until its devices are saved its monitor may answer nothing.
         match self.releasing.take() {
             None => {}
-            Some(Releasing::Continued(begun)) => {
+            Some(Releasing::Continuing(told)) => {
                 let limit = self.machine.qmp.limit();
-                self.machine.qmp.answer(&begun, limit)?;
+                self.machine.qmp.answer(&told, limit)?;
             }
-            Some(Releasing::Saved(begun)) => {
+            Some(Releasing::Saving(saving)) => {
                 let Self { machine, device_ram, loader, .. } = self;
-                let devices = begun.finish(machine, device_ram, *loader, SAVE_LIMIT)?;
-                // Nobody has to have read it by now: it may be more than is taken before the last
-                // round has ended. Who read it may also be gone, which is found out by whoever
-                // waits for it.
-                let _ = self.saved_to.take().map(|to| to.send(devices));
+                saving.finish(machine, device_ram, *loader, SAVE_LIMIT)?;
             }
         }
         Ok(())
