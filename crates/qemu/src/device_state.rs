@@ -6,7 +6,8 @@
 //! few milliseconds. As part of a live migration (`live`, its default) it lets go of the images of
 //! a machine that was stopped before, as a migration does; `cont` takes them back, which is QEMU's
 //! own documented way back. QEMU reads a command byte by byte, some 11 us each, so what can be said
-//! to it before the guest stops is said then: it has the memfd by that time.
+//! to it before the guest stops is said then: it has the memfd by that time, unless its monitor is
+//! libvirt's or Proxmox's.
 //!
 //! What it writes lacks two sections that every migration has and a destination demands: the
 //! configuration, with the machine type and the capabilities, and an empty description at the end
@@ -88,9 +89,9 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    /// Makes a file, and hands it to `machine` at once if that `keeps` it. Whoever had called this
-    /// calls [`forget`]. Returns also the stream that a destination loads, which ends with `Self`
-    /// and what becomes of it.
+    /// Makes a file, and hands it to `machine` at once if that `keeps` it. The caller calls
+    /// [`forget`] in the end, also after an error. Returns also the stream that a destination
+    /// loads, which ends with `Self` and what becomes of it.
     pub(crate) fn new(machine: &mut Machine, keeps: bool) -> Result<(Self, PassedOn), QemuError> {
         let system = |step| move |source| QemuError::System { step, source };
         let memfd = memfd_create("godwit-devices", MemfdFlags::CLOEXEC)
@@ -101,9 +102,10 @@ impl Prepared {
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let writer = File::options().write(true).open(path).map_err(system("opening a memfd"))?;
         let machine_type = machine_type(machine)?;
-        let qmp = &mut *machine.qmp;
+        // One of a godwit that was killed would stay; while the guest runs QEMU lets go of it.
+        forget(&mut *machine.qmp)?;
         let to_hand_over = if keeps {
-            hand_over(qmp, &writer)?;
+            machine.qmp.add_fd(FD_SET, writer.as_fd())?;
             None
         } else {
             Some(writer)
@@ -117,7 +119,7 @@ impl Prepared {
         let qmp = &mut *machine.qmp;
         let Self { file, machine_type, to_hand_over, to } = self;
         if let Some(writer) = to_hand_over {
-            hand_over(qmp, &writer)?;
+            qmp.add_fd(FD_SET, writer.as_fd())?;
         }
         let told = qmp.start(&SaveDevices { filename: &format!("/dev/fdset/{FD_SET}") })?;
         Ok(Saving { file, machine_type, to, told })
@@ -158,12 +160,6 @@ impl Saving {
         let _ = self.to.send(stream);
         Ok(())
     }
-}
-
-fn hand_over(qmp: &mut dyn Monitor, writer: &File) -> Result<(), QmpError> {
-    // A godwit that was killed may have left one there, which QEMU would write to instead.
-    qmp.start(&RemoveFd { fdset_id: FD_SET })?;
-    qmp.add_fd(FD_SET, writer.as_fd())
 }
 
 /// Has QEMU let go of what a [`Prepared`] has handed to it, or a godwit that was killed.

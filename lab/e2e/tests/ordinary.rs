@@ -95,13 +95,15 @@ fn whatever_fails_the_guest_runs_on_with_its_disk() -> anyhow::Result<()> {
         // Killed with the guest stopped, before, while and after its devices are saved and its
         // image is let go of: the guardian brings it back.
         let faults = ["kill-after-stop", "kill-after-release", "kill-after-state"];
-        let at_once = ["--fault", "kill-after-release", "--postcopy", "now"];
+        let post_copy = ["--postcopy", "now", "--reconnect", "60s"];
+        let at_once = [&["--fault", "kill-after-release"][..], &post_copy].concat();
         let faults = faults.map(|fault| vec!["--fault", fault]);
-        for options in faults.into_iter().chain([at_once.to_vec()]) {
+        for options in faults.into_iter().chain([at_once]) {
             let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
-            let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
-            migrate.wait(LIMIT)?;
+            let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
             check_untouched(&mut pair.source).with_context(|| format!("{build}: {options:?}"))?;
+            let killed = migrate.status.code().is_none();
+            ensure!(killed, "{options:?}: {} {}", migrate.status, migrate.errors);
             pair.destination = TestVm::destination(pair.source.config())?;
         }
 

@@ -295,7 +295,8 @@ fn whatever_fails_proxmox_has_its_vm_and_its_monitor() -> anyhow::Result<()> {
     // The guardian comes to the monitor by its socket.
     let state = ["--fault", "kill-after-state"];
     let log = ["--log", "godwit_engine=debug,godwit_qemu=trace"];
-    let at_once = [&["--fault", "kill-after-release", "--postcopy", "now"][..], &log].concat();
+    let post_copy = ["--postcopy", "now", "--reconnect", "60s"];
+    let at_once = [&["--fault", "kill-after-release"][..], &post_copy, &log].concat();
     for options in [&["--fault", "kill-after-stop"][..], &state, &at_once] {
         let destination = TestVm::destination(&config)?;
         let (_receive, address) = godwit.receive(&destination, &[])?;

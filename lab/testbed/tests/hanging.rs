@@ -209,7 +209,14 @@ fn a_guest_runs_on_whose_devices_are_saved_for_nobody() {
             source.begin_release().unwrap();
             kill_process(pid, Signal::CONT).unwrap();
             source.resume().unwrap();
-            drop((source, reader));
+            // Mutation: what was to be saved outlives that, and whoever reads it waits for ever.
+            let until = Instant::now() + LIMIT;
+            while !reader.is_finished() {
+                assert!(Instant::now() < until, "its stream does not end");
+                std::thread::sleep(SHORT / 10);
+            }
+            reader.join().unwrap();
+            drop(source);
 
             let case = format!("{build}, {backend:?}");
             assert_eq!(vm.status().unwrap(), "running", "{case}");

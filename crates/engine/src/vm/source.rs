@@ -61,8 +61,9 @@ pub trait SourceVm {
     fn release_state(&mut self) -> Result<(), VmError>;
 
     /// The same, without waiting for the machine's answer, which [`Self::await_release`] asks for:
-    /// more is left to do meanwhile. Nothing but [`Self::has_ended`] is asked in between; where the
-    /// migration fails meanwhile, [`Self::resume`] comes instead.
+    /// more is left to do meanwhile. Nothing but [`Self::has_ended`] is asked in between, and
+    /// [`Self::befallen`] of a machine that has; where the migration fails meanwhile,
+    /// [`Self::resume`] comes instead.
     ///
     /// # Errors
     /// As [`Self::release_state`].

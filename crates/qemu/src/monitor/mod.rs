@@ -297,8 +297,8 @@ pub(crate) trait Monitor: std::fmt::Debug + Send {
 }
 
 impl dyn Monitor + '_ {
-    /// Whether what QEMU is handed for later stays as long as godwit is at work, and is taken back
-    /// by whoever stands in for it.
+    /// Whether what QEMU is handed for later stays there as long as godwit is at work. A libvirt
+    /// that is started anew closes the monitor in between, with which QEMU may let go of it.
     pub(crate) fn keeps_descriptors(&self) -> bool {
         self.is_lasting() && !self.is_libvirts()
     }

@@ -146,7 +146,7 @@ pub(crate) fn is_same(a: &RamBlock, b: &RamBlock) -> bool {
 /// Whether QEMU's own migration can be had of it: not behind libvirt's back, and not where the
 /// descriptor of its stream is lost with a connection.
 fn migrates(machine: &Machine) -> bool {
-    !machine.qmp.is_libvirts() && machine.qmp.is_lasting()
+    machine.qmp.keeps_descriptors()
 }
 
 fn back_ends(machine: &mut Machine) -> Result<Vec<Memdev>, QmpError> {

@@ -4,7 +4,8 @@
 //!
 //! ```text
 //!                   RAM in shared files                    RAM of its own
-//!   open_state      capabilities, getfd (a socket pair)    a socket pair; add-fd (a memfd)
+//!   open_state      capabilities, getfd (a socket pair)    a channel; add-fd (a memfd), where
+//!                                                          the monitor is ours alone
 //!   stop            migrate fd:… -> the guest stops,       stop -> the guest stops, devices drain
 //!                   devices drain -> pre-switchover
 //!   release_state   migrate-continue -> the state flows,   xen-save-devices-state -> the memfd,
@@ -116,7 +117,8 @@ pub struct QemuSource {
     settings: Option<MigrationSettings>,
     /// Another handle to our end of the state stream, to end it.
     state: Option<UnixStream>,
-    /// What its devices are saved into, from when the stream is opened until it is told to.
+    /// What its devices are saved into, from when the stream is opened until QEMU is told to save
+    /// them.
     prepared: Option<Prepared>,
     /// Whether QEMU may have a descriptor for that.
     has_fd_set: bool,
@@ -133,7 +135,7 @@ pub struct QemuSource {
     held_since: Option<Instant>,
     /// Whether the device state was released, so that a destination may have loaded it.
     released: bool,
-    /// That, until the answer is there.
+    /// What QEMU was told for that, until it has answered.
     releasing: Option<Releasing>,
     /// The vCPUs' threads, as they were when last asked for.
     vcpus: Vec<i32>,
@@ -659,7 +661,6 @@ impl QemuSource {
     }
 
     fn forget_fd_set(&mut self) -> Result<(), QmpError> {
-        self.prepared = None;
         if !std::mem::take(&mut self.has_fd_set) {
             return Ok(());
         }

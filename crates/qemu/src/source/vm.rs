@@ -250,6 +250,7 @@ impl SourceVm for QemuSource {
         match self.machine.qmp.run(&Quit) {
             Ok(_) | Err(QmpError::Closed { .. }) => {
                 // It is about to end, and whatever was changed in it.
+                (self.settings, self.has_fd_set) = (None, false);
                 self.note_if_possible(|left| *left = Left::at(Stage::Copying, false));
                 Ok(self.domain.as_ref().map_or(Ok(()), SourceDomain::leave)?)
             }

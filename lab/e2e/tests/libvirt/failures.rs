@@ -82,8 +82,9 @@ fn whatever_fails_libvirt_has_both_as_they_were() -> anyhow::Result<()> {
     receive.wait(LIMIT)?;
     hosts.await_untouched("none").context("cancelled")?;
 
-    // Killed at the source, before and behind the stop, and with the state saved.
-    for fault in ["kill-after-prepare", "kill-after-stop", "kill-after-state"] {
+    // Killed at the source, before and behind the stop, and while and after the state is saved.
+    for fault in ["kill-after-prepare", "kill-after-stop", "kill-after-release", "kill-after-state"]
+    {
         let (receive, address) = hosts.godwit.receive_named(&hosts.east.vm_name(), &[])?;
         let domain = hosts.west.domain(hosts.name());
         hosts.godwit.migrate_named(&domain, &address, &["--fault", fault])?.wait(LIMIT)?;

@@ -122,6 +122,14 @@ impl Hosts {
             std::thread::sleep(Duration::from_millis(50));
         }
         self.check_states(expected)?;
+        // The guest runs first, and then what is left in QEMU is taken back. Libvirt has sets of
+        // its own.
+        let command = "{\"execute\":\"query-fdsets\"}";
+        let ask = ["qemu-monitor-command", self.name(), command];
+        while self.west.virsh(&ask)?.contains(&0x676f_6477.to_string()) {
+            ensure!(Instant::now() < until, "QEMU has a descriptor of godwit's still");
+            std::thread::sleep(Duration::from_millis(50));
+        }
         self.check_guest()
     }
 
