@@ -43,6 +43,22 @@ fn hung(build: &QemuBuild) -> (TestVm, RemoteDisk) {
     (vm, disk)
 }
 
+/// An idle guest that has booted.
+fn started(build: &QemuBuild, backend: Backend) -> TestVm {
+    let config = VmConfig::new(build, GuestConfig::small(Mode::Idle)).with_backend(backend);
+    let vm = TestVm::source(&config).unwrap();
+    vm.wait_ready(LIMIT).unwrap();
+    vm
+}
+
+/// The guest runs, and nothing of godwit's is left in its QEMU.
+fn assert_as_before(vm: &mut TestVm, case: &str) {
+    assert_eq!(vm.status().unwrap(), "running", "{case}");
+    assert_eq!(capabilities_on(vm), [Value::Null; 0], "{case}");
+    let sets = vm.qmp().execute("query-fdsets", Value::Null).unwrap();
+    assert_eq!(sets, json!([]), "{case}");
+}
+
 fn capabilities_on(vm: &mut TestVm) -> Vec<Value> {
     let all = vm.qmp().execute("query-migrate-capabilities", Value::Null).unwrap();
     all.as_array().unwrap().iter().filter(|entry| entry["state"] == true).cloned().collect()
@@ -166,10 +182,7 @@ fn nobody_waits_for_a_qemu_that_stands_still_once_that_is_of_no_use() {
     // the set of descriptors is not removed when the devices are saved too late.
     for build in qemus("nobody_waits_for_a_qemu_that_stands_still_once_that_is_of_no_use") {
         for backend in [Backend::SharedFile, Backend::Anonymous] {
-            let config =
-                VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_backend(backend);
-            let mut vm = TestVm::source(&config).unwrap();
-            vm.wait_ready(LIMIT).unwrap();
+            let mut vm = started(&build, backend);
             for last in 0..3 {
                 let case = format!("{build}, {backend:?}, call {last}");
                 let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
@@ -180,10 +193,7 @@ fn nobody_waits_for_a_qemu_that_stands_still_once_that_is_of_no_use() {
                 drop(source);
 
                 assert!(said.contains("not waited for any longer"), "{case}: {said}");
-                assert_eq!(vm.status().unwrap(), "running", "{case}");
-                assert_eq!(capabilities_on(&mut vm), [Value::Null; 0], "{case}");
-                let sets = vm.qmp().execute("query-fdsets", Value::Null).unwrap();
-                assert_eq!(sets, json!([]), "{case}");
+                assert_as_before(&mut vm, &case);
             }
             vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
             assert_eq!(vm.bugs(), [""; 0]);
@@ -196,10 +206,7 @@ fn a_guest_runs_on_whose_devices_are_saved_for_nobody() {
     // What fails in post-copy while QEMU saves them, as the loss of the link, is followed by this.
     for build in qemus("a_guest_runs_on_whose_devices_are_saved_for_nobody") {
         for backend in [Backend::SharedFile, Backend::Anonymous] {
-            let config =
-                VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_backend(backend);
-            let mut vm = TestVm::source(&config).unwrap();
-            vm.wait_ready(LIMIT).unwrap();
+            let mut vm = started(&build, backend);
             let pid = Pid::from_raw(vm.pid()).unwrap();
             let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
             let reader = drained(source.open_state().unwrap());
@@ -219,10 +226,7 @@ fn a_guest_runs_on_whose_devices_are_saved_for_nobody() {
             drop(source);
 
             let case = format!("{build}, {backend:?}");
-            assert_eq!(vm.status().unwrap(), "running", "{case}");
-            assert_eq!(capabilities_on(&mut vm), [Value::Null; 0], "{case}");
-            let sets = vm.qmp().execute("query-fdsets", Value::Null).unwrap();
-            assert_eq!(sets, json!([]), "{case}");
+            assert_as_before(&mut vm, &case);
             vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
             assert_eq!(vm.bugs(), [""; 0], "{case}");
         }
