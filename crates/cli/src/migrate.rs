@@ -79,7 +79,8 @@ pub(crate) struct Move {
     trace: Option<PathBuf>,
 
     /// Connections that carry pages, 1 to 16; auto: as many as there are processors, 2 to 8, and 8
-    /// over a round trip of 5 ms or more
+    /// over a round trip of 5 ms or more, or of a guest with more vCPUs than this host has
+    /// processors
     #[arg(long, value_name = "N", default_value = "auto", value_parser = channels)]
     channels: Channels,
 

@@ -23,8 +23,10 @@
 //! The link is learned from raw pages at the start, and from every window in which the thread
 //! waited. Unless there is a limit, which is believed until seen otherwise, or a round trip so long
 //! that the connection begins slowly whatever the link is: then pages are compressed until the
-//! thread was seen not to wait. While the thread is busy compressing, the link could be faster than
-//! anyone sees; so now and then a few MiB are sent raw.
+//! thread was seen not to wait. Where both sides are on one host only a limit is a link.
+//!
+//! While the thread is busy compressing, the link could be faster than anyone sees; so now and then
+//! a few MiB are sent raw.
 
 mod cost;
 mod link;
@@ -152,6 +154,8 @@ pub struct Chooser {
     allowed: [bool; COUNT],
     costs: Costs,
     link: Link,
+    /// The destination is on this host: nothing but memory lies between.
+    same_host: bool,
     /// Processors that idle, shared among channels.
     idle: f64,
     /// The part of a processor that the channel may use.
@@ -192,6 +196,7 @@ impl Chooser {
             allowed: CANDIDATES.map(|codec| codec == Codec::None || known.contains(&codec.id())),
             costs: Costs::default(),
             link: Link::default(),
+            same_host: false,
             idle: 1.0,
             budget: 1.0,
             queue: Queue::default(),
@@ -204,7 +209,7 @@ impl Chooser {
     /// # Panics
     /// When there is no such segment: a mistake of the caller.
     pub fn step(&mut self, segment: usize) -> Step {
-        if self.link.rate().is_none() {
+        if self.link.rate().is_none() || self.same_host && !self.link.is_limited() {
             self.segments[segment].pass();
             return Step::Send(Codec::None);
         }
@@ -316,6 +321,25 @@ impl Chooser {
     /// ```
     pub fn round_trip(&mut self, round_trip: Duration) {
         self.link.round_trip(round_trip.as_secs_f64());
+    }
+
+    /// Takes in whether the destination is on this host. Then what looks like a slow link is a
+    /// receiver that waits for a processor, and nothing is compressed but under a
+    /// [`limit`](Self::limit).
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use godwit_codec::{Chooser, Codec, CodecId, Step};
+    ///
+    /// let mut chooser = Chooser::new(1, &CodecId::ALL);
+    /// chooser.round_trip(Duration::from_millis(40));
+    /// chooser.same_host(true);
+    /// assert_eq!(chooser.step(0), Step::Send(Codec::None));
+    /// chooser.limit(Some(1e6));
+    /// assert!(matches!(chooser.step(0), Step::Sample(_)));
+    /// ```
+    pub fn same_host(&mut self, same: bool) {
+        self.same_host = same;
     }
 
     /// Bytes a second that the connection drains, as far as is known.

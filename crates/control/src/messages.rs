@@ -142,8 +142,9 @@ pub struct MigrateRequest {
     pub verify_arrival: bool,
     /// Data channels.
     pub channels: u8,
-    /// Data channels to a destination that is far away, if that is more. None is told where it is
-    /// as usual, since a VMM of an older release knows no such field.
+    /// Data channels to a destination that is far away, and of a guest with more vCPUs than there
+    /// are processors, if that is more. None is told where it is as usual, since a VMM of an older
+    /// release knows no such field.
     #[serde(default = "eight", skip_serializing_if = "is_eight")]
     pub channels_afar: u8,
     /// Remember what was sent.

@@ -131,7 +131,7 @@ impl Own {
                 default: "auto",
                 felt: Felt::AtOnce,
                 meaning: "how pages are compressed; auto: by link, processor and pages, anew all \
-                          the time",
+                          the time, and not within a host, but under max-bandwidth",
                 option: true,
             },
             put: |own, value| {

@@ -37,6 +37,7 @@ mod record;
 mod remainder;
 pub mod report;
 mod return_proof;
+mod same_host;
 pub mod security;
 pub mod source;
 #[cfg(feature = "test-hooks")]

@@ -24,6 +24,23 @@ pub(crate) fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
+/// How many processors the host has, also those that this process keeps off; one, where the system
+/// does not say.
+pub(crate) fn processors_of_the_host() -> usize {
+    let online = std::fs::read_to_string("/sys/devices/system/cpu/online");
+    online.ok().and_then(|ranges| count(&ranges)).unwrap_or(1)
+}
+
+/// How many numbers there are in such as `0-3,8` (cputopology.rst of Linux).
+fn count(ranges: &str) -> Option<usize> {
+    let of = |range: &str| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let [first, last] = [first, last].map(|number| number.parse::<usize>().ok());
+        Some((last?).checked_sub(first?)? + 1)
+    };
+    ranges.trim().split(',').map(of).sum()
+}
+
 /// Starts `run` in a thread called `name`.
 pub(crate) fn start<T: Send + 'static>(
     name: &'static str,
@@ -94,5 +111,16 @@ mod tests {
         // One that has not begun is left alone.
         Number::default().yields();
         assert_eq!(getpriority_process(None).unwrap(), before);
+    }
+
+    #[test]
+    fn processors_are_counted_by_ranges() {
+        for (ranges, many) in
+            [("0\n", Some(1)), ("0-3,8\n", Some(5)), ("0-1,4-127", Some(126)), ("", None)]
+        {
+            assert_eq!(count(ranges), many, "{ranges}");
+        }
+        assert_eq!(count("3-0"), None);
+        assert!(processors_of_the_host() >= processors());
     }
 }

@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
+use godwit_codec::Codec;
+use godwit_engine::compression::Compression;
 use godwit_engine::destination::Faults;
 use godwit_engine::handle::{MigrationHandle, Own};
 use godwit_engine::report::Measures;
@@ -46,6 +48,28 @@ fn it_is_done_once_and_the_guest_runs_until_it_is() {
     });
     moved(&mut source, before, &Cancel::default()).unwrap();
     assert_eq!(*seen.lock().unwrap(), [true]);
+}
+
+#[test]
+fn it_is_done_behind_the_search_for_less_downtime() {
+    // Mutation: both get ready, and so it is done, before a round is made in search of less.
+    let mut source = busy();
+    let settings =
+        Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
+    // Slow enough that the first round leaves something to be made less.
+    let max_bandwidth = Some("100MiB/s".parse().unwrap());
+    let own = Own { max_bandwidth, compression: Compression::Fixed(Codec::None), ..Own::default() };
+    let handle = MigrationHandle::new(settings, own, Cancel::default());
+    let (seen, round) = (handle.clone(), Arc::new(AtomicU32::new(u32::MAX)));
+    let own = Arc::clone(&round);
+    let before = BeforeSwitchover::new(move || {
+        own.store(seen.progress().unwrap().round, Ordering::Relaxed);
+        Ok(())
+    });
+    let options = Options { before_switchover: Some(before), ..options(2, false) };
+    let destination = Destination::of(&source);
+    run(&mut source, destination, &options, Faults::default(), &handle).unwrap();
+    assert!((1..u32::MAX).contains(&round.load(Ordering::Relaxed)), "{round:?}");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Which channel a segment goes over, seen by a destination that is made up here, byte by byte: one
-//! of its channels is not read until all that comes over the other one has come.
+//! of its channels is not read until all that comes over the other one has come. And how many
+//! channels there are, and what they make of a destination on the same host.
 #![allow(clippy::unwrap_used)]
 
 mod machine;
@@ -7,18 +8,22 @@ mod machine;
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
 use std::time::Duration;
 
-use godwit_engine::handle::MigrationHandle;
+use godwit_engine::Cancel;
+use godwit_engine::destination::Faults;
+use godwit_engine::handle::{MigrationHandle, Own};
 use godwit_engine::source::{Fault, Options, migrate};
 use godwit_engine::vm::SourceVm;
+use godwit_policy::Settings;
 use godwit_units::PageIndex;
 use godwit_wire::{
     Feature, Features, FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message,
     PageFrame, Role,
 };
 
-use machine::{SIZES, Source, options};
+use machine::{Destination, SIZES, Source, options, run_over};
 
 /// How long a slow channel takes for a frame.
 const SLOW: Duration = Duration::from_millis(200);
@@ -148,4 +153,51 @@ fn over_a_long_way_pages_of_a_segment_go_over_whichever_connection_takes_them() 
     let [first, second] = over_each(without, Some(Fault::LongWay));
     assert_eq!(first, Segments::from([whole[0]]));
     assert_eq!(second, Segments::from([whole[1], whole[2]]));
+}
+
+/// The address of a destination on this host, to which nothing is a long way.
+fn unix(name: &str) -> String {
+    let name = format!("godwit-{name}-{}", std::process::id());
+    format!("unix:{}", std::env::temp_dir().join(name).display())
+}
+
+#[test]
+fn a_guest_with_many_vcpus_has_the_channels_of_a_long_way() {
+    // Mutations: they do not count; those of a guest that is paused do.
+    let (address, faults) = (unix("many"), Faults::default());
+    for (vcpus, paused, channels) in [(1, false, 2), (100_000, false, 5), (100_000, true, 2)] {
+        let mut source = Source::start(Duration::ZERO, Vec::new());
+        (source.throttles, source.vcpus) = (Some(Arc::default()), vcpus);
+        source.paused = paused;
+        let destination = Destination::of(&source);
+        let options = Options { channels_afar: 5, ..options(2, false) };
+        let handle = MigrationHandle::default();
+        let measures =
+            run_over(&address, &mut source, destination, &options, faults, &handle).unwrap();
+        assert_eq!(measures.channels, channels, "{vcpus} vCPUs, paused: {paused}");
+    }
+}
+
+#[test]
+fn nothing_is_compressed_for_a_destination_on_the_same_host() {
+    // A destination that takes its time over what would become a hundredth, behind sockets that
+    // hold too little to hide that. Mutations: none puts up what it is known by; nobody looks for
+    // it; channels are not told; a limit is no link.
+    let address = unix("same-host");
+    for (limit, compressed) in [(None, false), (Some("10MiB/s"), true)] {
+        let mut source = Source::start(Duration::ZERO, Vec::new());
+        for (block, pages) in source.ram().iter().zip(SIZES) {
+            (0..pages).for_each(|page| block.write(PageIndex(page), &[7; 4096]).unwrap());
+        }
+        let destination = Destination::of(&source);
+        let max_bandwidth = limit.map(|limit| limit.parse().unwrap());
+        let own = Own { max_bandwidth, ..Own::default() };
+        let handle = MigrationHandle::new(Settings::default(), own, Cancel::default());
+        let faults = Faults { slow_channel: Some((0, SLOW / 10)), ..Faults::default() };
+        let options = options(1, false);
+        let measures =
+            run_over(&address, &mut source, destination, &options, faults, &handle).unwrap();
+        let all = SIZES.iter().sum::<u64>() * 4096;
+        assert_eq!(measures.sent.0 < all * 3 / 4, compressed, "{} of {all}", measures.sent.0);
+    }
 }

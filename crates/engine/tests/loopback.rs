@@ -100,7 +100,8 @@ fn what_was_never_sent_goes_with_the_last_round() {
 
 #[test]
 fn what_is_written_while_both_get_ready_is_not_left_for_the_last_round() {
-    // Mutation: the guest is stopped as soon as the destination is prepared.
+    // Mutations: the guest is stopped as soon as the destination is prepared; a round is made in
+    // search of less downtime before it is told to get ready.
     let mut source = Source::start(Duration::from_secs(60), Vec::new());
     let destination =
         Destination { while_preparing: source.rests_while_preparing(), ..Destination::of(&source) };
@@ -111,7 +112,8 @@ fn what_is_written_while_both_get_ready_is_not_left_for_the_last_round() {
     let faults = destination::Faults::default();
     let measures = run(&mut source, destination, &options(2, false), faults, &handle).unwrap();
     let data: Vec<u64> = measures.round_list.iter().map(|round| round.data.0).collect();
-    assert_eq!(data.last(), Some(&0), "{data:?}");
+    // The second round takes all that was written until the guest rests.
+    assert!(data.len() > 2 && data[2..].iter().all(|pages| *pages == 0), "{data:?}");
     assert_eq!(found.lock().unwrap().pages_first, Some(true));
 }
 

@@ -270,6 +270,7 @@ impl Policy {
             downtime::expected(left, last, round.fixed).and_then(|time| time.checked_add(disks?));
         let limit = self.limit();
         let previous = self.previous.replace(round.remaining);
+        let previous = previous.map(|previous| previous.max(round.began_with));
         let mut estimate = Estimate {
             bandwidth,
             dirty_rate: Rate::from_bytes_per_second(dirty_rate * PAGE_SIZE as f64),

@@ -47,6 +47,9 @@ pub struct Round<'a> {
     /// All that the next round (or the last) has to send, delayed segments and what was never sent
     /// included.
     pub remaining: PageCount,
+    /// Pages that it began with, where both machines had got ready right before it, in which time
+    /// the guest wrote more than had remained. Zero: as many as had remained.
+    pub began_with: PageCount,
     /// What stop-and-copy costs beside the transfer: last harvest, device state, flush of disks,
     /// handover, as far as known.
     pub fixed: Duration,
@@ -275,6 +278,7 @@ pub enum Decision {
 /// assert_eq!(estimate.bandwidth.to_string(), "100MiB/s");
 /// assert_eq!(estimate.expected_downtime, Some(Duration::from_secs(2)));
 /// assert_eq!(estimate.limit, Duration::from_millis(300));
+/// assert!(!estimate.is_near());
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Estimate {
@@ -292,6 +296,19 @@ pub struct Estimate {
     pub remaining_time: Option<RemainingTime>,
     /// Set when only the operator can help now: the text says how.
     pub advice: Option<Advice>,
+}
+
+/// A switchover is near that takes no longer, with all rounds that come before it taking less.
+const NEAR: Duration = Duration::from_secs(1);
+
+impl Estimate {
+    /// Whether the switchover is near: what remains fits into the limit, and is little enough that
+    /// further rounds, made in search of less downtime, take seconds at the most. Both machines may
+    /// get ready then.
+    #[must_use]
+    pub fn is_near(&self) -> bool {
+        self.expected_downtime.is_some_and(|expected| expected <= self.limit.min(NEAR))
+    }
 }
 
 /// A time with error bounds.

@@ -355,6 +355,11 @@ impl Simulation<'_> {
         self.break_link(heals.map_or(f64::INFINITY, |time| time.as_secs_f64()));
     }
 
+    /// As in the engine: both get ready within the search for less downtime.
+    fn prepares_early(&self) -> bool {
+        !self.scenario.verify && self.scenario.disk.is_none() && !self.engine.holds_back()
+    }
+
     fn source_takes(&mut self, input: Si) {
         let last = self.last_pages();
         let stepped = src::step(self.source, input, last)
@@ -379,12 +384,19 @@ impl Simulation<'_> {
             S::AskPolicy => {
                 self.engine.placed();
                 let prepared = matches!(self.source, Ss::Closing { .. });
-                let (decision, fits) = self.engine.ask(prepared);
+                let (decision, estimate) = self.engine.ask(prepared);
+                let expected = estimate.expected_downtime;
+                let fits = expected.is_some_and(|expected| expected <= estimate.limit);
                 let (Ss::PreCopy { round } | Ss::Closing { round }) = self.source else { return };
                 self.leaves = self.scenario.may_leave()
                     && self.scenario.post_copy.leaves(round, &decision, fits);
                 let input = match decision {
                     _ if self.leaves => Si::SwitchOver,
+                    Decision::NextRound(_)
+                        if estimate.is_near() && !prepared && self.prepares_early() =>
+                    {
+                        Si::SwitchOver
+                    }
                     Decision::NextRound(_) => Si::NextRound,
                     Decision::SwitchOver => Si::SwitchOver,
                     Decision::GiveUp(_) => Si::Failed,

@@ -3,7 +3,9 @@
 
 use std::time::Duration;
 
-use godwit_policy::{Decision, Delayed, DiskStatistics, Plan, Policy, Round, ThrottleMode, Tick};
+use godwit_policy::{
+    Decision, Delayed, DiskStatistics, Estimate, Plan, Policy, Round, ThrottleMode, Tick,
+};
 use godwit_units::{ByteCount, PageCount};
 
 use crate::disk::Disk;
@@ -50,6 +52,8 @@ pub(crate) struct Source<'a> {
     midway: bool,
     /// Time without sending that belongs to the round: before it, and in it.
     gap: f64,
+    /// Whether both machines were ready in the last round.
+    was_prepared: bool,
     idle: f64,
     /// A round is left at this time: something goes wrong then.
     pub(crate) until: Option<f64>,
@@ -73,6 +77,7 @@ impl<'a> Source<'a> {
             row: RoundRow::default(),
             midway: false,
             gap: 0.0,
+            was_prepared: false,
             idle: 0.0,
             until: None,
             scenario,
@@ -488,10 +493,11 @@ impl<'a> Source<'a> {
     }
 
     /// Asks the policy at the end of a round; `prepared` says that nothing but the stop is to
-    /// follow. Beside its decision: whether what is left could be sent within the downtime limit,
-    /// as far as that is known.
-    pub(crate) fn ask(&mut self, prepared: bool) -> (Decision, bool) {
+    /// follow.
+    pub(crate) fn ask(&mut self, prepared: bool) -> (Decision, Estimate) {
         let row = self.row;
+        let got_ready = prepared && !self.was_prepared;
+        self.was_prepared = prepared;
         let (at_once, synchronisation) = match self.scenario.synchronisation {
             Synchronisation::AtOnce(time) => (true, time),
             Synchronisation::Pieces(time) => (false, time),
@@ -519,6 +525,7 @@ impl<'a> Source<'a> {
             sent: ByteCount(row.sent as u64),
             pages: PageCount(pages as u64),
             remaining,
+            began_with: PageCount(if got_ready { pages as u64 } else { 0 }),
             fixed: synchronisation
                 + self.scenario.handover
                 + flush
@@ -536,7 +543,6 @@ impl<'a> Source<'a> {
         if let Some(row) = self.outcome.rounds.last_mut() {
             row.expected = estimate.expected_downtime.map(|time| time.as_secs_f64());
         }
-        let fits = estimate.expected_downtime.is_some_and(|expected| expected <= estimate.limit);
         self.outcome.limit = self.outcome.limit.max(estimate.limit.as_secs_f64());
         self.outcome.expected_downtime =
             estimate.expected_downtime.unwrap_or_default().as_secs_f64();
@@ -559,7 +565,7 @@ impl<'a> Source<'a> {
                 self.plan = Plan::default();
             }
         }
-        (decision, fits)
+        (decision, estimate)
     }
 
     /// The guest stands still.

@@ -83,8 +83,9 @@ fn a_seed_always_gives_the_same() {
     assert_eq!(run(&random(7)), run(&random(7)));
 }
 
-/// So many of the million of `make bench-sim`.
-const TROUBLES: u64 = 5000;
+/// So many of the million of `make bench-sim`: of these two end with an operator who looks for the
+/// guest.
+const TROUBLES: u64 = 10_000;
 
 #[test]
 fn whatever_goes_wrong_one_side_has_all_of_the_guest() {
@@ -105,7 +106,7 @@ fn whatever_goes_wrong_one_side_has_all_of_the_guest() {
     assert_eq!(wrong, []);
     println!("{ends:?}, {resumed} moved behind a resumption, {recovered} recovered");
     assert!(ends.iter().all(|count| *count > 0), "{ends:?}");
-    assert!(resumed > 100 && recovered > 0, "{resumed}, {recovered}");
+    assert!(resumed > 200 && recovered > 0, "{resumed}, {recovered}");
 }
 
 #[test]
@@ -127,5 +128,5 @@ fn a_guest_that_left_before_its_memory_has_all_of_it_at_last() {
     }
     assert_eq!(wrong, []);
     println!("{left} left before their memory, {cut} of them with a resumption");
-    assert!(left > 1000 && cut > 400, "{left} {cut}");
+    assert!(left > 2000 && cut > 800, "{left} {cut}");
 }

@@ -124,6 +124,11 @@ impl Link {
         }
     }
 
+    /// Whether the operator limits it.
+    pub(super) fn is_limited(&self) -> bool {
+        self.limit.is_some()
+    }
+
     /// Whether raw pages are wanted, to see what the link can do.
     pub(super) fn probing(&self) -> bool {
         self.probing

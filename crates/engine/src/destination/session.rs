@@ -25,6 +25,7 @@ use crate::cells::Cells;
 use crate::link::{ControlWriter, link_error, read_messages, say_alive, send_greeting};
 use crate::remainder::Known;
 use crate::return_proof::{ReturnProof, prints_seed};
+use crate::same_host::Landmark;
 use crate::security::Security;
 use crate::vm::DestinationVm;
 use crate::{Cancel, EngineError, Interrupt, limits, threads};
@@ -75,6 +76,8 @@ pub(super) struct Session<'a> {
     lost: Option<Instant>,
     /// How long to be there for a source that did not hear that the guest runs here.
     linger_until: Option<Instant>,
+    /// For a source on this host.
+    _landmark: Option<Landmark>,
 }
 
 impl<'a> Session<'a> {
@@ -127,6 +130,7 @@ impl<'a> Session<'a> {
             committed: None,
             lost: None,
             linger_until: None,
+            _landmark: Landmark::put_up(id),
         };
         session.listen_to(read)?;
         Ok(session)
@@ -173,6 +177,7 @@ impl<'a> Session<'a> {
             committed: None,
             lost: Some(Instant::now()),
             linger_until: None,
+            _landmark: Landmark::put_up(id),
         })
     }
 

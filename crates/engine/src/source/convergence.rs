@@ -59,6 +59,8 @@ pub(super) struct Convergence {
     estimate: Option<Estimate>,
     /// What the operator should know and is no reason to stop.
     warning: Option<String>,
+    /// Whether both machines were ready in the last round.
+    was_prepared: bool,
 }
 
 impl Convergence {
@@ -84,6 +86,7 @@ impl Convergence {
             next_look: Instant::now(),
             estimate: None,
             warning: lanes.lacks_codec(),
+            was_prepared: false,
         }
     }
 
@@ -256,6 +259,14 @@ impl Convergence {
             true => (fixed, verification),
             false => (Duration::ZERO, verification + fixed),
         };
+        // That they got ready comes once, before this round: no further one waits for it, nor has
+        // to send what was written meanwhile.
+        let got_ready = prepared && !self.was_prepared;
+        self.was_prepared = prepared;
+        let (gap, began_with) = match got_ready {
+            true => (look_time, round.data + round.unchanged),
+            false => (look_time.max(meter.gap()), PageCount::default()),
+        };
         // Once both machines are ready nothing lies between.
         let prepare = if prepared { Duration::ZERO } else { meter.round_trip() };
         round.remaining = look.remaining;
@@ -268,10 +279,11 @@ impl Convergence {
             idle: meter.idle(),
             // What comes before the next round is mostly this look, and what else it was the last
             // time.
-            gap: look_time.max(meter.gap()),
+            gap,
             sent: round.sent,
             pages: round.data,
             remaining: look.remaining,
+            began_with,
             fixed,
             lead: look_time + costs.lead + prepare,
             verification: foretold,
@@ -293,6 +305,12 @@ impl Convergence {
     pub(super) fn fits_into_limit(&self) -> bool {
         let expected = self.estimate.as_ref().and_then(|estimate| estimate.expected_downtime);
         expected.is_some_and(|expected| expected <= self.handle.limit())
+    }
+
+    /// Whether so little remains that both machines may get ready, though the policy still makes
+    /// rounds in search of less downtime.
+    pub(super) fn is_near(&self) -> bool {
+        self.estimate.as_ref().is_some_and(Estimate::is_near)
     }
 
     /// The guest stands still.

@@ -41,7 +41,7 @@ use super::state_relay::StateRelay;
 use super::turns::Turns;
 use super::verification::{self, Cost};
 use super::wires::Wires;
-use super::{PEER, PostCopy, Verify, look_back};
+use super::{PEER, PostCopy, Verify, look_back, switchover};
 use crate::address::Stream;
 use crate::link::link_error;
 use crate::report::{RoundMeasures, Stage};
@@ -120,7 +120,8 @@ impl Copying {
             && (settings.delay_hot_percent > 0 || free.hints().is_some());
         let look = segments.begin(tracker.as_ref(), arms.then_some(ARMING))?;
         let segments = Arc::new(segments);
-        let mut lanes = Lanes::new(&own, channels.into(), common.codecs, !disks.is_empty());
+        let peer = (common.codecs, source.is_within_a_host());
+        let mut lanes = Lanes::new(&own, channels.into(), peer, !disks.is_empty());
         let count = segments.segments().count();
         let digests = proves.then(|| Arc::new(Mutex::new(vec![0; count])));
         let audited: Option<Arc<Mutex<Vec<Owned>>>> = options.audit.then(Arc::default);
@@ -430,6 +431,12 @@ impl Copying {
             Decision::SwitchOver => {}
             Decision::NextRound(plan) => {
                 self.convergence.enforce(&plan, source.vm, &mut self.disks);
+                if !prepared && fits && self.convergence.is_near() && !self.is_urgent() {
+                    let disks = !self.disks.is_empty();
+                    if switchover::prepares_early(source.options, disks) {
+                        return Ok(Input::SwitchOver);
+                    }
+                }
                 self.drain(source)?;
                 return Ok(Input::NextRound);
             }

@@ -59,6 +59,8 @@ pub(super) struct Link {
     pub(super) sent: Arc<AtomicU64>,
     /// What the destination takes.
     pub(super) codecs: Codecs,
+    /// The destination is on this host.
+    pub(super) same_host: bool,
 }
 
 impl Link {
@@ -79,6 +81,7 @@ impl Link {
             live: Arc::new(Live::new(Compression::Fixed(Codec::None))),
             sent: Arc::clone(&self.sent),
             codecs: Codecs::NONE,
+            same_host: self.same_host,
         }
     }
 }
@@ -127,6 +130,7 @@ impl FrameSender {
     pub(super) fn over((wires, number): (Arc<Wires>, usize), link: Link, segments: usize) -> Self {
         let mut chooser = Chooser::new(segments, &link.codecs.list());
         chooser.round_trip(wires.of(number).stream.connected_in());
+        chooser.same_host(link.same_host);
         Self {
             wires,
             number,

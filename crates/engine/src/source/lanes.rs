@@ -77,8 +77,14 @@ pub(super) struct Lanes {
 }
 
 impl Lanes {
-    /// Room for `channels` in all, to a destination that takes `codecs`.
-    pub(super) fn new(own: &Own, channels: usize, codecs: Codecs, disks: bool) -> Self {
+    /// Room for `channels` in all, to a destination that takes `codecs`, and may be on the
+    /// `same_host`.
+    pub(super) fn new(
+        own: &Own,
+        channels: usize,
+        (codecs, same_host): (Codecs, bool),
+        disks: bool,
+    ) -> Self {
         let limiter = Limiter::new(own.max_bandwidth.map(TypedRate::rate), channels);
         limiter.set_budget(own.cpu_budget);
         let link = Link {
@@ -86,6 +92,7 @@ impl Lanes {
             live: Arc::new(Live::new(own.compression)),
             sent: Arc::new(AtomicU64::new(0)),
             codecs,
+            same_host,
         };
         Self {
             memory: Vec::new(),

@@ -71,7 +71,9 @@ use crate::facts::Facts;
 use crate::handle::{MigrationHandle, Own};
 use crate::record::Place;
 use crate::report::{Measures, Progress};
+use crate::same_host::Landmark;
 use crate::security::Security;
+use crate::threads::processors_of_the_host;
 use crate::vm::SourceVm;
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
@@ -125,9 +127,11 @@ pub struct Options {
     pub post_copy_safe: Option<PathBuf>,
     /// Data channels, at least 1.
     pub channels: u8,
-    /// Data channels to a destination that is far away (a round trip of 5 ms or more), if that is
-    /// more: no TCP connection carries more than a window in a round trip, and each makes it
-    /// smaller when something is lost.
+    /// Data channels, if that is more, to a destination that is far away (a round trip of 5 ms or
+    /// more): no TCP connection carries more than a window in a round trip, and each makes it
+    /// smaller when something is lost. And those of a guest that runs on more vCPUs than this host
+    /// has processors ([`Brake::vcpus`](crate::vm::Brake::vcpus)), of which the threads of few
+    /// channels would have too small a share.
     pub channels_afar: u8,
     /// Remember what was sent, so that pages are not sent again that were written and did not
     /// change.
@@ -161,8 +165,8 @@ pub struct Options {
 }
 
 impl Options {
-    /// What suits most: two channels, or eight to a place far away, fingerprints, no comparison,
-    /// and a source that ends; and nothing that leaves this host.
+    /// What suits most: two channels, or eight to a place far away and of a guest with many vCPUs,
+    /// fingerprints, no comparison, and a source that ends; and nothing that leaves this host.
     #[must_use]
     pub fn new(to: Address) -> Self {
         Self {
@@ -426,6 +430,8 @@ struct Source<'a> {
     common: Common,
     /// How many godwits have taken the migration up before.
     restarts: u8,
+    /// The guest runs on more vCPUs than this host has processors.
+    crowded: bool,
 }
 
 /// How far it has come, with what is held there.
@@ -435,7 +441,7 @@ enum Stage {
     Setup(Box<Setup>),
     /// Memory is copied round by round.
     PreCopy(Box<Copying>),
-    /// Both machines are ready for the device state. The guest still runs for a round or two, or is
+    /// Both machines are ready for the device state. The guest still runs for some rounds, or is
     /// stopped.
     Switchover(Box<Switchover>),
     /// The guest runs at the destination, and what is missing there follows.
@@ -525,6 +531,8 @@ impl<'a> Source<'a> {
         let terms = (&options.security, &cells);
         let session = Session::new(&options.to, terms, handle.cancel(), made_up)?;
         let setup = Setup::new(vm, options, handle)?;
+        let vcpus = vm.brake().map_or(0, |brake| brake.vcpus());
+        let crowded = vm.was_running() && vcpus > processors_of_the_host();
         vm.heed(session.interrupt());
         let ending = Ending::default();
         let ram = vm.ram();
@@ -547,6 +555,7 @@ impl<'a> Source<'a> {
             followed: None,
             common: Common::default(),
             restarts: 0,
+            crowded,
         };
         Ok((source, setup))
     }
@@ -678,7 +687,15 @@ impl Source<'_> {
     /// How many channels of memory suit the way to the destination, as far as that is known.
     fn channels(&self) -> u8 {
         let Options { channels, channels_afar, .. } = *self.options;
-        if self.session.is_long_way() { channels.max(channels_afar) } else { channels }
+        let many = self.session.is_long_way() || self.crowded;
+        if many { channels.max(channels_afar) } else { channels }
+    }
+
+    /// Whether the destination, which has accepted, is on this host.
+    fn is_within_a_host(&self) -> bool {
+        let within = Landmark::is_in_sight(self.session.id());
+        tracing::info!(within, "both sides on one host");
+        within
     }
 
     /// What the machine failed with, or what ended its call.

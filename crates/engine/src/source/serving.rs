@@ -108,7 +108,7 @@ impl Serving {
     /// Goes on for a godwit that was killed: what is missing the destination has to say first.
     pub(super) fn for_another(source: &Source<'_>, own: &Own) -> Self {
         let nothing = source.ram.iter().map(|block| DirtyBitmap::new(block.pages())).collect();
-        let lanes = Lanes::new(own, 1, source.common.codecs, false);
+        let lanes = Lanes::new(own, 1, (source.common.codecs, source.is_within_a_host()), false);
         lanes.hurry();
         let mut serving = Self::new(source, nothing, &lanes);
         source.handle.follows();
@@ -560,6 +560,7 @@ mod tests {
             live: Arc::new(Live::new(Compression::Fixed(Codec::None))),
             sent: Arc::default(),
             codecs: Codecs::NONE,
+            same_host: false,
         };
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut sender = FrameSender::new(Stream::from(ours), link.urgent(), table.segments());

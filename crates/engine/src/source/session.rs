@@ -294,6 +294,11 @@ impl Session {
         (self.never_gives_up, self.resolve_until) = (true, Some(Instant::now()));
     }
 
+    /// The session's number.
+    pub(super) fn id(&self) -> SessionId {
+        self.call.id
+    }
+
     /// By what the destination knows the session's source, and the certificate that it showed.
     pub(super) fn known_by(&self) -> ((SessionId, Secret, Version), Option<Vec<u8>>) {
         ((self.call.id, self.secret, self.call.version), self.call.shown.clone())

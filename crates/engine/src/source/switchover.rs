@@ -15,7 +15,7 @@ use super::lanes::Lanes;
 use super::meter::Part;
 use super::serving::Serving;
 use super::state_relay::StateRelay;
-use super::{BeforeSwitchover, Source, Verify};
+use super::{BeforeSwitchover, Options, Source, Verify};
 use crate::address::Stream;
 use crate::missing::messages;
 use crate::report::Stage;
@@ -161,6 +161,15 @@ impl Switchover {
     }
 }
 
+/// Whether both machines may get ready while the policy still makes rounds in search of less
+/// downtime: what is written meanwhile goes over in one of these, and none has to follow the last
+/// of them for its sake. Not where more is done then than that and takes its time or has its: what
+/// was placed so far is read back; somebody else acts, right before the guest is stopped; `disks`
+/// move, whose direct I/O is drained.
+pub(super) fn prepares_early(options: &Options, disks: bool) -> bool {
+    options.verify == Verify::No && options.before_switchover.is_none() && !disks
+}
+
 /// Gets both machines ready while the guest runs, so that as little as possible is left to do when
 /// it is stopped. Returns also what the device state will come through.
 pub(super) fn prepare(
@@ -188,4 +197,25 @@ pub(super) fn prepare(
     let stream = copying.take_state().ok_or(EngineError::Panicked("main"))?;
     let relay = StateRelay::start(stream, control, source.session.for_state())?;
     Ok((relay, if in_haste { Input::PreparedInHaste } else { Input::Prepared }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn where_more_is_done_than_to_get_ready_that_is_not_done_early() {
+        let options = |verify, before_switchover| Options {
+            verify,
+            before_switchover,
+            ..Options::new("west:4444".parse().unwrap())
+        };
+        assert!(prepares_early(&options(Verify::No, None), false));
+        assert!(!prepares_early(&options(Verify::No, None), true));
+        for verify in [Verify::Arrival, Verify::Live, Verify::Stopped] {
+            assert!(!prepares_early(&options(verify, None), false));
+        }
+        let tell = BeforeSwitchover::new(|| Ok(()));
+        assert!(!prepares_early(&options(Verify::No, Some(tell)), false));
+    }
 }

@@ -88,7 +88,8 @@ pub trait Brake {
     /// is not known. It may lag by a tick of the host's clock, and falls when a vCPU is unplugged.
     fn vcpu_time(&self) -> Option<Duration>;
 
-    /// How many vCPUs there are.
+    /// How many vCPUs there are. A guest with more than the host has processors has more channels
+    /// ([`channels_afar`](crate::source::Options::channels_afar)).
     fn vcpus(&self) -> usize;
 }
 

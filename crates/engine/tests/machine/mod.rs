@@ -131,6 +131,8 @@ pub struct Source {
     late: Duration,
     /// Where it notes how it is throttled, if it can be, which does nothing to it.
     pub throttles: Option<Arc<Mutex<Vec<f64>>>>,
+    /// How many vCPUs it has then.
+    pub vcpus: usize,
     /// Pages of the first block that are written when the guest is stopped, and not reported.
     pub unseen: Vec<u64>,
     /// Pages of the first disk that are written then, and not reported.
@@ -190,6 +192,7 @@ impl Source {
             rests: Arc::default(),
             late,
             throttles: None,
+            vcpus: 1,
             unseen: Vec::new(),
             unseen_on_disk: Vec::new(),
             given_back: Vec::new(),
@@ -326,7 +329,7 @@ impl Brake for Source {
     }
 
     fn vcpus(&self) -> usize {
-        1
+        self.vcpus
     }
 }
 
@@ -654,12 +657,24 @@ pub fn answers(audit: &Audit) -> [u64; 4] {
 /// Runs one migration of `source` into `destination`; the outcome at the source.
 pub fn run(
     source: &mut Source,
+    destination: Destination,
+    options: &Options,
+    faults: destination::Faults,
+    handle: &MigrationHandle,
+) -> Result<Measures, Failure> {
+    run_over("127.0.0.1:0", source, destination, options, faults, handle)
+}
+
+/// The same with a destination that listens at `address`.
+pub fn run_over(
+    address: &str,
+    source: &mut Source,
     mut destination: Destination,
     options: &Options,
     faults: destination::Faults,
     handle: &MigrationHandle,
 ) -> Result<Measures, Failure> {
-    let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+    let listener = Listener::bind(&address.parse().unwrap()).unwrap();
     let to = listener.address().unwrap();
     let receiving = std::thread::spawn(move || {
         let cancel = Cancel::default();

@@ -106,6 +106,27 @@ fn within_the_limit_rounds_go_on_while_the_rest_shrinks() {
 }
 
 #[test]
+fn a_round_behind_getting_ready_is_compared_with_what_it_began_with() {
+    // What was written meanwhile made it longer, and so left more, than the one before promised.
+    for (began_with, more) in [(0, false), (6000, true)] {
+        let mut policy = policy(300);
+        assert!(goes_on(&policy.round(&round(1000, 1000, 3000)).0));
+        let behind = Round { began_with: PageCount(began_with), ..round(240, 240, 2800) };
+        assert_eq!(goes_on(&policy.round(&behind).0), more, "{began_with}");
+    }
+}
+
+#[test]
+fn a_switchover_is_near_within_the_limit_and_a_second() {
+    for (limit, remaining, near) in
+        [(300, 200_000, false), (300, 50_000, true), (9000, 512_000, false), (9000, 200_000, true)]
+    {
+        let (_, estimate) = policy(limit).round(&round(1000, 1000, remaining));
+        assert_eq!(estimate.is_near(), near, "{limit} ms, {:?}", estimate.expected_downtime);
+    }
+}
+
+#[test]
 fn the_search_for_the_minimum_is_bounded() {
     let mut policy = policy(10_000);
     let mut remaining = 1 << 20;
