@@ -25,6 +25,7 @@ mod page;
 mod rows;
 mod verdicts;
 
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,10 +37,12 @@ use clap::{Parser, ValueEnum};
 use godwit_bench::arguments::{at_least_once, seconds};
 use godwit_bench::report::{Better, Report, machine};
 use godwit_bench::table::{Column, Table, figure};
+use godwit_fingerprints::Key;
 use godwit_testbed::{
     Conditions, EmulatedLink, Godwit, QemuBuild, end_children_on_interrupt, kvm_for,
 };
 use procfs::Current;
+use serde_json::Value;
 
 use cells::{CELLS, Cell};
 use contestants::Contestant;
@@ -82,6 +85,10 @@ struct Options {
     /// Measure nothing: with --page, write the section from what is kept
     #[arg(long)]
     kept: bool,
+
+    /// Add rounds to the last run of each cell, which the same godwit and QEMU must have made here
+    #[arg(long)]
+    further: bool,
 
     /// List the cells, and who is in which
     #[arg(long)]
@@ -135,9 +142,13 @@ struct Run<'a> {
     began: Instant,
     /// As rows have it.
     date: String,
+    /// What is kept of the run that this one goes on with, if it does.
+    last: Vec<Row>,
     build: QemuBuild,
     godwit: Godwit,
     version: String,
+    /// By which its program is known.
+    print: String,
 }
 
 fn measure(options: &Options) -> anyhow::Result<()> {
@@ -151,7 +162,16 @@ fn measure(options: &Options) -> anyhow::Result<()> {
     let godwit = Godwit::built()?;
     let interrupted = end_children_on_interrupt()?;
     let version = String::from_utf8(godwit.done(&["--version"])?.stdout)?.trim().to_owned();
-    let run = Run { options, began: Instant::now(), date: date()?, build, godwit, version };
+    let program = std::fs::read(godwit.program()).context("cannot read godwit")?;
+    let print = format!("{:016x}", Key::new(0).page(&program).word());
+    let wanted = |name: &str| {
+        let called = |cell: &Cell| options.only.iter().any(|word| cell.is_called(word));
+        options.only.is_empty() || CELLS.iter().any(|cell| cell.name() == name && called(cell))
+    };
+    let mut last = if options.further { rows::latest()? } else { Vec::new() };
+    last.retain(|row| wanted(&row.cell));
+    let (began, date) = (Instant::now(), date()?);
+    let run = Run { options, began, date, last, build, godwit, version, print };
     let limit = EmulatedLink::create(&Conditions::default())
         .context("links are made between network namespaces, which needs root")?
         .throughput(Duration::from_millis(300), Duration::from_secs(1))?
@@ -164,15 +184,12 @@ fn measure(options: &Options) -> anyhow::Result<()> {
     report.figure("run", run.date.clone());
     report.figure("rounds", options.rounds);
     report.figure("emulator_limit", limit);
-    let wanted = |cell: &&Cell| {
-        options.only.is_empty() || options.only.iter().any(|word| cell.is_called(word))
-    };
-    let mut cells: Vec<&Cell> = CELLS.iter().filter(wanted).collect();
+    let mut cells: Vec<&Cell> = CELLS.iter().filter(|cell| wanted(&cell.name())).collect();
     let needs_kvm = cells.iter().any(|cell| cell.needs_kvm());
     if needs_kvm && !kvm_for("cells under KVM") {
         cells.retain(|cell| !cell.needs_kvm());
     }
-    let mut all = Vec::new();
+    let mut all = run.last.clone();
     // Round by round, not cell by cell: what changes in an hour is in all cells alike.
     for round in 1..=options.rounds {
         for cell in &cells {
@@ -222,6 +239,27 @@ impl Run<'_> {
         round: usize,
         interrupted: &AtomicBool,
     ) -> anyhow::Result<Vec<Row>> {
+        let link = cell.link.create()?;
+        let empty = Row {
+            run: self.date.clone(),
+            machine: machine(),
+            qemu: self.build.to_string(),
+            godwit: self.version.clone(),
+            build: self.print.clone(),
+            tcp: link.near().congestion_control()?,
+            load: procfs::LoadAverage::current()?.one.into(),
+            cell: cell.name(),
+            contestant: String::new(),
+            round,
+            place: 0,
+            fate: Fate::Failed,
+            why: None,
+            figures: BTreeMap::new(),
+            bugs: 0,
+            own_words: Value::Null,
+        };
+        let (run, round) = rows::further(&self.last, &empty)?;
+        let empty = Row { run: run.to_owned(), round, ..empty.clone() };
         println!(
             "\n{} ({}; {}), round {round}, deadline {} s",
             cell.name(),
@@ -238,9 +276,6 @@ impl Run<'_> {
         if let count @ 1.. = order.len() {
             order.rotate_left((round - 1) % count);
         }
-        let link = cell.link.create()?;
-        let tcp = link.near().congestion_control()?;
-        let load = procfs::LoadAverage::current()?.one.into();
         let deadline = self.deadline(cell);
         let tools = Tools { build: &self.build, godwit: &self.godwit, link: &link, deadline };
         let mut rows = Vec::new();
@@ -252,21 +287,14 @@ impl Run<'_> {
             }
             let result = result.unwrap_or_else(|problem| moves::Result::failed(&problem));
             let row = Row {
-                run: self.date.clone(),
-                machine: machine(),
-                qemu: self.build.to_string(),
-                godwit: self.version.clone(),
-                tcp: tcp.clone(),
-                load,
-                cell: cell.name(),
                 contestant: contestant.name().to_owned(),
-                round,
                 place: place + 1,
                 fate: result.fate,
                 why: result.why,
                 figures: result.figures,
                 bugs: result.bugs,
                 own_words: result.own_words,
+                ..empty.clone()
             };
             rows::keep(&row)?;
             TABLE.print(&(row.contestant.clone(), shown(|figure| row.figure(figure))));

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use godwit_bench::report::{least, median, most};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -75,6 +75,9 @@ pub(crate) struct Row {
     pub(crate) machine: String,
     pub(crate) qemu: String,
     pub(crate) godwit: String,
+    /// By which one godwit is known from another with the same number.
+    #[serde(default)]
+    pub(crate) build: String,
     /// TCP's congestion control at the link.
     #[serde(default)]
     pub(crate) tcp: String,
@@ -119,8 +122,12 @@ pub(crate) fn keep(row: &Row) -> anyhow::Result<()> {
 
 /// All rows of the file; of each cell those of its last run.
 pub(crate) fn latest() -> anyhow::Result<Vec<Row>> {
-    let text = std::fs::read_to_string(PATH)
-        .with_context(|| format!("there are no figures in {PATH} yet: run `make bench-peers`"))?;
+    let text = std::fs::read_to_string(PATH).with_context(|| {
+        format!(
+            "there are no figures in {PATH} yet: run `make bench-peers`, or unpack those of \
+             docs/raw/peers.jsonl.gz"
+        )
+    })?;
     let parse = |(number, line): (usize, &str)| {
         serde_json::from_str(line).with_context(|| format!("{PATH}, line {}", number + 1))
     };
@@ -135,6 +142,33 @@ fn of_last_runs(mut rows: Vec<Row>) -> Vec<Row> {
     }
     rows.retain(|row| last.get(&row.cell) == Some(&row.run));
     rows
+}
+
+/// The run and the round of a row that goes on with the `last` run of its cell, behind whose rounds
+/// its own follow; without one, those that it has.
+///
+/// # Errors
+/// Where anything else moved guests in those, or on another machine.
+pub(crate) fn further<'a>(last: &'a [Row], what: &'a Row) -> anyhow::Result<(&'a str, usize)> {
+    let (mut run, mut behind) = (what.run.as_str(), 0);
+    for row in last.iter().filter(|row| row.cell == what.cell) {
+        let same = [
+            (&row.machine, &what.machine),
+            (&row.qemu, &what.qemu),
+            (&row.godwit, &what.godwit),
+            (&row.build, &what.build),
+            (&row.tcp, &what.tcp),
+        ];
+        if let Some((theirs, ours)) = same.into_iter().find(|(theirs, ours)| theirs != ours) {
+            bail!(
+                "the last run of {} is of {theirs:?}, and this one of {ours:?}: without --further \
+                 it begins anew",
+                what.cell
+            );
+        }
+        (run, behind) = (&row.run, behind.max(row.round));
+    }
+    Ok((run, behind + what.round))
 }
 
 /// The moves of one cell by one contestant.
@@ -212,6 +246,7 @@ mod tests {
             machine: String::new(),
             qemu: String::new(),
             godwit: String::new(),
+            build: String::new(),
             tcp: String::new(),
             load: 0.0,
             cell: word("idle/loop"),
@@ -262,6 +297,19 @@ mod tests {
         let ratios = a.beside(&b, Figure::Total, ratio);
         assert_eq!(ratios[..2], [1.0, 0.5]);
         assert!(ratios[2].is_nan(), "it has no other");
+    }
+
+    #[test]
+    fn further_rounds_are_numbered_behind_those_of_the_same_run() {
+        let last = [row("1", "a", 1, Some(10.0)), row("1", "a", 2, None)];
+        let ours = row("2", "a", 2, None);
+        assert_eq!(further(&last, &ours).unwrap(), ("1", 4));
+        assert_eq!(further(&[], &ours).unwrap(), ("2", 2));
+        let elsewhere = Row { cell: "speed/loop".to_owned(), ..ours.clone() };
+        assert_eq!(further(&last, &elsewhere).unwrap(), ("2", 2));
+        let other = Row { build: "another".to_owned(), ..ours };
+        let refusal = further(&last, &other).unwrap_err().to_string();
+        assert!(refusal.contains("idle/loop") && refusal.contains("another"), "{refusal}");
     }
 
     #[test]
