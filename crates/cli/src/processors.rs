@@ -9,6 +9,7 @@ use std::io;
 use std::str::FromStr;
 
 use clap::Args;
+use godwit_units::parse_ranges;
 use rustix::process::{getpriority_process, setpriority_process};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
@@ -104,24 +105,18 @@ impl FromStr for Processors {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let number = |text: &str| -> Option<usize> {
-            let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-            text.parse().ok().filter(|&number| digits && number < CpuSet::MAX_CPU)
+        let refused = |part: &str| {
+            format!(
+                "'{part}' names no processors: use numbers from 0 to {}, ranges such as 0-3, and \
+                 commas between",
+                CpuSet::MAX_CPU - 1
+            )
         };
-        let mut all = Vec::new();
-        for part in text.split(',') {
-            let (first, last) = part.split_once('-').unwrap_or((part, part));
-            match number(first).zip(number(last)) {
-                Some((first, last)) if first <= last => all.extend(first..=last),
-                _ => {
-                    return Err(format!(
-                        "'{part}' names no processors: use numbers from 0 to {}, ranges such as \
-                         0-3, and commas between",
-                        CpuSet::MAX_CPU - 1
-                    ));
-                }
-            }
+        let ranges = parse_ranges(text).map_err(refused)?;
+        if let Some(beyond) = ranges.iter().position(|range| *range.end() >= CpuSet::MAX_CPU) {
+            return Err(refused(text.split(',').nth(beyond).unwrap_or(text)));
         }
+        let mut all: Vec<usize> = ranges.into_iter().flatten().collect();
         all.sort_unstable();
         all.dedup();
         Ok(Self(all))

@@ -23,7 +23,8 @@
 //! The link is learned from raw pages at the start, and from every window in which the thread
 //! waited. Unless there is a limit, which is believed until seen otherwise, or a round trip so long
 //! that the connection begins slowly whatever the link is: then pages are compressed until the
-//! thread was seen not to wait. Where both sides are on one host only a limit is a link.
+//! thread was seen not to wait. Where both sides are on one host nothing is compressed, but under a
+//! limit.
 //!
 //! While the thread is busy compressing, the link could be faster than anyone sees; so now and then
 //! a few MiB are sent raw.

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::thread::{Builder, JoinHandle};
 
+use godwit_units::parse_ranges;
 use rustix::process::{Pid, getpriority_process, setpriority_process};
 use rustix::thread::gettid;
 
@@ -27,18 +28,14 @@ pub(crate) fn processors() -> usize {
 /// How many processors the host has, also those that this process keeps off; one, where the system
 /// does not say.
 pub(crate) fn processors_of_the_host() -> usize {
+    // As cputopology.rst of Linux has it.
     let online = std::fs::read_to_string("/sys/devices/system/cpu/online");
     online.ok().and_then(|ranges| count(&ranges)).unwrap_or(1)
 }
 
-/// How many numbers there are in such as `0-3,8` (cputopology.rst of Linux).
 fn count(ranges: &str) -> Option<usize> {
-    let of = |range: &str| {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let [first, last] = [first, last].map(|number| number.parse::<usize>().ok());
-        Some((last?).checked_sub(first?)? + 1)
-    };
-    ranges.trim().split(',').map(of).sum()
+    let ranges = parse_ranges(ranges.trim()).ok()?;
+    Some(ranges.into_iter().map(Iterator::count).sum())
 }
 
 /// Starts `run` in a thread called `name`.

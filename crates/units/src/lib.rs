@@ -10,12 +10,14 @@ mod address;
 mod count;
 mod page_buffer;
 mod parse;
+mod ranges;
 mod rate;
 
 pub use address::{Gfn, Gpa, Hva};
 pub use count::{ByteCount, PageCount, PageIndex, PageRun};
 pub use page_buffer::PageBuffer;
 pub use parse::{GRAMMAR, ParseError, format_duration, parse_duration};
+pub use ranges::parse_ranges;
 pub use rate::{Rate, TypedRate};
 
 /// Bytes in the page that dirty tracking counts in: 4 KiB, the base page of x86-64.

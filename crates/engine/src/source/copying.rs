@@ -431,11 +431,10 @@ impl Copying {
             Decision::SwitchOver => {}
             Decision::NextRound(plan) => {
                 self.convergence.enforce(&plan, source.vm, &mut self.disks);
-                if !prepared && fits && self.convergence.is_near() && !self.is_urgent() {
-                    let disks = !self.disks.is_empty();
-                    if switchover::prepares_early(source.options, disks) {
-                        return Ok(Input::SwitchOver);
-                    }
+                let near = fits && self.convergence.is_near() && !self.is_urgent();
+                let early = switchover::prepares_early(source.options, !self.disks.is_empty());
+                if !prepared && near && early {
+                    return Ok(Input::SwitchOver);
                 }
                 self.drain(source)?;
                 return Ok(Input::NextRound);

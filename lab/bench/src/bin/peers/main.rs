@@ -164,12 +164,16 @@ fn measure(options: &Options) -> anyhow::Result<()> {
     let version = String::from_utf8(godwit.done(&["--version"])?.stdout)?.trim().to_owned();
     let program = std::fs::read(godwit.program()).context("cannot read godwit")?;
     let print = format!("{:016x}", Key::new(0).page(&program).word());
-    let wanted = |name: &str| {
-        let called = |cell: &Cell| options.only.iter().any(|word| cell.is_called(word));
-        options.only.is_empty() || CELLS.iter().any(|cell| cell.name() == name && called(cell))
+    let wanted = |cell: &&Cell| {
+        options.only.is_empty() || options.only.iter().any(|word| cell.is_called(word))
     };
+    let mut cells: Vec<&Cell> = CELLS.iter().filter(wanted).collect();
+    let needs_kvm = cells.iter().any(|cell| cell.needs_kvm());
+    if needs_kvm && !kvm_for("cells under KVM") {
+        cells.retain(|cell| !cell.needs_kvm());
+    }
     let mut last = if options.further { rows::latest()? } else { Vec::new() };
-    last.retain(|row| wanted(&row.cell));
+    last.retain(|row| cells.iter().any(|cell| cell.name() == row.cell));
     let (began, date) = (Instant::now(), date()?);
     let run = Run { options, began, date, last, build, godwit, version, print };
     let limit = EmulatedLink::create(&Conditions::default())
@@ -184,11 +188,6 @@ fn measure(options: &Options) -> anyhow::Result<()> {
     report.figure("run", run.date.clone());
     report.figure("rounds", options.rounds);
     report.figure("emulator_limit", limit);
-    let mut cells: Vec<&Cell> = CELLS.iter().filter(|cell| wanted(&cell.name())).collect();
-    let needs_kvm = cells.iter().any(|cell| cell.needs_kvm());
-    if needs_kvm && !kvm_for("cells under KVM") {
-        cells.retain(|cell| !cell.needs_kvm());
-    }
     let mut all = run.last.clone();
     // Round by round, not cell by cell: what changes in an hour is in all cells alike.
     for round in 1..=options.rounds {
@@ -258,8 +257,8 @@ impl Run<'_> {
             bugs: 0,
             own_words: Value::Null,
         };
-        let (run, round) = rows::further(&self.last, &empty)?;
-        let empty = Row { run: run.to_owned(), round, ..empty.clone() };
+        let empty = empty.further(&self.last)?;
+        let round = empty.round;
         println!(
             "\n{} ({}; {}), round {round}, deadline {} s",
             cell.name(),

@@ -109,6 +109,34 @@ impl Row {
             Fate::Late | Fate::Failed => f64::INFINITY,
         }
     }
+
+    /// The same as one of the `last` run of its cell, if there is one, behind the rounds of that.
+    ///
+    /// # Errors
+    /// Where anything else moved guests in those, or on another machine.
+    pub(crate) fn further(mut self, last: &[Self]) -> anyhow::Result<Self> {
+        let mut behind = 0;
+        for row in last.iter().filter(|row| row.cell == self.cell) {
+            let same = [
+                (&row.machine, &self.machine),
+                (&row.qemu, &self.qemu),
+                (&row.godwit, &self.godwit),
+                (&row.build, &self.build),
+                (&row.tcp, &self.tcp),
+            ];
+            if let Some((theirs, ours)) = same.into_iter().find(|(theirs, ours)| theirs != ours) {
+                bail!(
+                    "the last run of {} is of {theirs:?}, and this one of {ours:?}: without \
+                     --further it begins anew",
+                    self.cell
+                );
+            }
+            self.run.clone_from(&row.run);
+            behind = behind.max(row.round);
+        }
+        self.round += behind;
+        Ok(self)
+    }
 }
 
 /// Adds rows to the file.
@@ -142,33 +170,6 @@ fn of_last_runs(mut rows: Vec<Row>) -> Vec<Row> {
     }
     rows.retain(|row| last.get(&row.cell) == Some(&row.run));
     rows
-}
-
-/// The run and the round of a row that goes on with the `last` run of its cell, behind whose rounds
-/// its own follow; without one, those that it has.
-///
-/// # Errors
-/// Where anything else moved guests in those, or on another machine.
-pub(crate) fn further<'a>(last: &'a [Row], what: &'a Row) -> anyhow::Result<(&'a str, usize)> {
-    let (mut run, mut behind) = (what.run.as_str(), 0);
-    for row in last.iter().filter(|row| row.cell == what.cell) {
-        let same = [
-            (&row.machine, &what.machine),
-            (&row.qemu, &what.qemu),
-            (&row.godwit, &what.godwit),
-            (&row.build, &what.build),
-            (&row.tcp, &what.tcp),
-        ];
-        if let Some((theirs, ours)) = same.into_iter().find(|(theirs, ours)| theirs != ours) {
-            bail!(
-                "the last run of {} is of {theirs:?}, and this one of {ours:?}: without --further \
-                 it begins anew",
-                what.cell
-            );
-        }
-        (run, behind) = (&row.run, behind.max(row.round));
-    }
-    Ok((run, behind + what.round))
 }
 
 /// The moves of one cell by one contestant.
@@ -303,12 +304,15 @@ mod tests {
     fn further_rounds_are_numbered_behind_those_of_the_same_run() {
         let last = [row("1", "a", 1, Some(10.0)), row("1", "a", 2, None)];
         let ours = row("2", "a", 2, None);
-        assert_eq!(further(&last, &ours).unwrap(), ("1", 4));
-        assert_eq!(further(&[], &ours).unwrap(), ("2", 2));
+        let further = |row: &Row, last: &[Row]| {
+            row.clone().further(last).map(|row| (row.run, row.round)).map_err(|it| it.to_string())
+        };
+        assert_eq!(further(&ours, &last), Ok(("1".to_owned(), 4)));
+        assert_eq!(further(&ours, &[]), Ok(("2".to_owned(), 2)));
         let elsewhere = Row { cell: "speed/loop".to_owned(), ..ours.clone() };
-        assert_eq!(further(&last, &elsewhere).unwrap(), ("2", 2));
+        assert_eq!(further(&elsewhere, &last), Ok(("2".to_owned(), 2)));
         let other = Row { build: "another".to_owned(), ..ours };
-        let refusal = further(&last, &other).unwrap_err().to_string();
+        let refusal = further(&other, &last).unwrap_err();
         assert!(refusal.contains("idle/loop") && refusal.contains("another"), "{refusal}");
     }
 
