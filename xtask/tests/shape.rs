@@ -23,7 +23,7 @@ const ROWS: [&[&str]; 8] = [
         "fleet",
     ],
     &["memory", "protocol"],
-    &["track", "vcpu-throttle", "balloon", "sim", "nbd", "libvirt", "tls", "confine"],
+    &["track", "vcpu-throttle", "balloon", "sim", "nbd", "libvirt", "tls", "confine", "tap"],
     &["engine"],
     &["qemu", "control"],
     &["microvm", "terminal", "doctor", "report", "evacuate", "daemon"],
@@ -43,8 +43,8 @@ const PURE: [&str; 10] = [
     "fleet",
 ];
 /// Crates that may allow unsafe code in a file.
-const UNSAFE: [&str; 7] =
-    ["bitmap", "confine", "libvirt", "memory", "track", "vcpu-throttle", "microvm"];
+const UNSAFE: [&str; 8] =
+    ["bitmap", "confine", "libvirt", "memory", "tap", "track", "vcpu-throttle", "microvm"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()

@@ -125,6 +125,12 @@ pub(crate) struct Move {
     #[arg(long)]
     keep_source: bool,
 
+    /// Carry to the destination what comes for the guest's cards on tap interfaces while it stands
+    /// still, which is lost otherwise, and sent again when the sender's timer has run out
+    #[arg(long, value_name = "on|off", default_value = "on")]
+    #[arg(action = clap::ArgAction::Set, value_parser = on_off)]
+    late_packets: bool,
+
     /// Remove the definition of a persistent domain of libvirt's from the source when its guest
     /// has left, instead of leaving it shut off
     #[arg(long, conflicts_with = "keep_source")]
@@ -249,6 +255,7 @@ const RIGHTS: Rights = Rights::TRACE
     .and(Rights::KILL)
     .and(Rights::RESOURCE)
     .and(Rights::PORTS)
+    .and(Rights::PACKETS)
     .and(Rights::NICE)
     .and(Rights::SUSPEND);
 
@@ -317,6 +324,7 @@ fn run_as(arguments: &Move, how: &How) -> ExitCode {
     };
     options.fingerprints = arguments.fingerprints;
     options.keep_source = arguments.keep_source;
+    options.late_packets = arguments.late_packets;
     options.reconnect = arguments.reconnect;
     options.before_switchover = hooks.before();
     options.confined = !arguments.unconfined && godwit_confine::is_available();

@@ -175,6 +175,7 @@ const RIGHTS: Rights = Rights::TRACE
     .and(Rights::FILES)
     .and(Rights::KILL)
     .and(Rights::RESOURCE)
+    .and(Rights::PACKETS)
     .and(Rights::PORTS);
 
 /// Where a disk is to be.

@@ -22,13 +22,14 @@ use rustix::thread::{
 pub struct Rights(CapabilitySet);
 
 /// Those that godwit has a use for.
-const NAMES: [(Rights, &str); 10] = [
+const NAMES: [(Rights, &str); 11] = [
     (Rights::SUSPEND, "CAP_SYS_ADMIN"),
     (Rights::MAPPED, "CAP_CHECKPOINT_RESTORE"),
     (Rights::FILES, "CAP_DAC_OVERRIDE"),
     (Rights::LOOK, "CAP_DAC_READ_SEARCH"),
     (Rights::KILL, "CAP_KILL"),
     (Rights::PORTS, "CAP_NET_BIND_SERVICE"),
+    (Rights::PACKETS, "CAP_NET_RAW"),
     (Rights::TRACE, "CAP_SYS_PTRACE"),
     (Rights::NICE, "CAP_SYS_NICE"),
     (Rights::RESOURCE, "CAP_SYS_RESOURCE"),
@@ -49,6 +50,8 @@ impl Rights {
     pub const KILL: Self = Self(CapabilitySet::KILL);
     /// CAP_NET_BIND_SERVICE: to listen at a port below 1024.
     pub const PORTS: Self = Self(CapabilitySet::NET_BIND_SERVICE);
+    /// CAP_NET_RAW: to have copies of what an interface is given, and to give it more (packet(7)).
+    pub const PACKETS: Self = Self(CapabilitySet::NET_RAW);
     /// CAP_SYS_PTRACE: to attach to a process of another user, and to read and write its memory.
     pub const TRACE: Self = Self(CapabilitySet::SYS_PTRACE);
     /// CAP_SYS_NICE: to be woken in time.

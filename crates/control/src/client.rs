@@ -396,6 +396,7 @@ pub fn receive(
                 cost,
             } => {
                 let received = Received {
+                    late_packets: 0,
                     bytes: ByteCount(bytes),
                     load: Duration::from_micros(load_us),
                     resume: Duration::from_micros(resume_us),

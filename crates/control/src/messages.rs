@@ -801,6 +801,7 @@ mod tests {
             channels: 3,
             channels_afar: 5,
             fingerprints: false,
+            late_packets: true,
             keep_source: true,
             reconnect: Duration::from_secs(7),
             record: None,

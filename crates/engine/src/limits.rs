@@ -25,6 +25,9 @@ pub const ANSWER: Duration = Duration::from_secs(60);
 /// Pages of a round that the source has sent, while nothing of them comes and its control
 /// connection stands: they are lost, and the guest may stand still for them.
 pub const STALL: Duration = Duration::from_secs(5);
+/// Packets that came for a guest's cards while it stood still: more of them are somebody's who
+/// wants the destination to be busy.
+pub const LATE_PACKETS: u64 = 1 << 16;
 /// An answer of the source's adapter to a question of the destination's.
 pub const QUESTION: Duration = Duration::from_secs(20);
 /// One write to a socket without any progress.

@@ -409,6 +409,10 @@ pub struct Measures {
     /// Pages that were not sent since the guest had said that they are free.
     #[serde(rename = "hinted_pages", with = "pages", default)]
     pub hinted: PageCount,
+    /// Packets that came for the guest's cards while it stood still, and were carried to where it
+    /// runs.
+    #[serde(default)]
+    pub late_packets: u64,
     /// Memory that the fingerprints took.
     #[serde(rename = "fingerprint_bytes", with = "bytes")]
     pub fingerprints: ByteCount,

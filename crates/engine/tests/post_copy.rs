@@ -140,6 +140,20 @@ impl Moved {
 }
 
 #[test]
+fn what_came_while_it_stood_still_is_not_behind_its_memory() {
+    // Mutations: it is carried at the end; pages wait until nothing comes any more.
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    source.card.packets = [vec![1; 60], vec![2; 60]].into();
+    let moved = move_from(source, &options(PostCopy::Now), &handle(), |_| {}, Address::clone);
+    assert_eq!(moved.came_whole().late_packets, 2);
+    assert_eq!(moved.found.delivered, [vec![1; 60], vec![2; 60]]);
+    assert_eq!(moved.received.as_ref().unwrap().late_packets, 2);
+    let waits = &moved.source.card.waits;
+    assert!(waits[..3].iter().all(Duration::is_zero), "pages are waited for: {waits:?}");
+    assert!(moved.source.card.ended, "what comes later is of no use any more");
+}
+
+#[test]
 fn now_leaves_everything_and_the_guest_waits_for_no_more_than_it_uses() {
     let moved = plainly(&options(PostCopy::Now), &handle());
     let measures = moved.came_whole();

@@ -150,6 +150,7 @@ fn a_source_speaks_the_version_of_an_older_destination() {
     assert!(measures.verified && measures.channels == 3);
     assert_eq!(measures.look_back, None, "it cannot read back: all was compared at the stop");
     assert_eq!(refused.try_iter().count(), 1, "one connection, the first, was of version 6");
+    assert!(!source.card.kept, "nobody would take its packets");
     let accepted = told.try_iter().find_map(|notice| match notice {
         Notice::Accepted { protocol_version, features, .. } => Some((protocol_version, features)),
         Notice::Refused(why) => panic!("{why}"),
@@ -366,6 +367,21 @@ fn fingerprints_are_told_once_to_a_source_that_is_back_and_has_the_feature() {
         let (told, why) = asks_for_prints(features, back);
         assert!(told == expected && out_of_place(&why), "{features} {back:?}: {told} {why}");
     }
+}
+
+#[test]
+fn a_packet_for_a_guest_that_does_not_run_here_is_out_of_place() {
+    // Mutation: it is delivered wherever it comes.
+    let source = Source::start(Duration::from_secs(60), Vec::new());
+    let (to, _told, receiving, _) = receive(&source, Duration::ZERO);
+    let mut control = greet(&to, Version::V6);
+    assert!(accepts(&mut control, Message::Offer(offer(&source, usual()))).0 & 1 << 10 != 0);
+    let channel = join(&to, Role::Channel(0), 0);
+    say(&mut control, &Message::LatePacket(vec![0; 60]));
+    let Message::Abort { text, .. } = read_message(&mut control) else { panic!("no abort") };
+    assert!(text.contains("LatePacket out of place"), "{text}");
+    drop(channel);
+    assert!(receiving.join().unwrap().is_err());
 }
 
 #[test]

@@ -23,6 +23,7 @@ use godwit_memory::RamBlock;
 use godwit_track::MissingPages;
 
 use crate::QemuError;
+use crate::cards::Inlets;
 use crate::compare::{self, Realized};
 use crate::disks::{self, Receiving};
 use crate::guard::{self, Guard, Left, Stage};
@@ -67,6 +68,8 @@ pub struct QemuDestination {
     owned: bool,
     /// How often the network is told of the guest, if not as QEMU would.
     announce: Option<u16>,
+    /// The ways to the guest's cards, from when a guest is on its way.
+    inlets: Option<Inlets>,
     /// The guest's memory, where the source is on this host and may share it.
     in_place: Option<Arc<InPlace>>,
     /// What was found out for the case that pages come to be missing.
@@ -172,6 +175,7 @@ impl QemuDestination {
             guard: None,
             owned: false,
             announce: None,
+            inlets: None,
             known: None,
             coming: None,
         })
@@ -299,7 +303,10 @@ impl DestinationVm for QemuDestination {
         let settings = MigrationSettings::look(&mut *self.machine.qmp, self.announce)?;
         self.note(|left| (left.stage, left.settings) = (Stage::Loading, Some(settings.clone())))?;
         self.prepared = true;
-        let qmp = &mut *self.machine.qmp;
+        let Machine { qmp, pid, .. } = &mut self.machine;
+        let qmp = &mut **qmp;
+        // Behind the guest there is no time for that.
+        self.inlets = Some(Inlets::of(qmp, *pid));
         self.settings.insert(settings).apply(qmp).map_err(QemuError::from)?;
         // While it waits this only clears the wish to start by itself after loading.
         qmp.run(&Stop)?;
@@ -363,6 +370,10 @@ impl DestinationVm for QemuDestination {
         // The guest runs and nothing is left to undo.
         let _ = self.note(|left| *left = Left::at(Stage::Waiting, false));
         Ok(announced?)
+    }
+
+    fn deliver(&mut self, packet: Vec<u8>) -> Result<(), VmError> {
+        self.inlets.as_ref().ok_or("nobody has looked for its cards")?.put(packet)
     }
 
     fn discard(&mut self) -> Result<(), VmError> {

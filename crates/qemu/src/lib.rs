@@ -11,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+mod cards;
 mod clients;
 mod command_line;
 mod compare;

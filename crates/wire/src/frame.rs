@@ -63,11 +63,12 @@ pub enum FrameKind {
     Wanted = 45,
     Placed = 46,
     Facts = 47,
+    LatePacket = 48,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 34] = [
+    pub const ALL: [Self; 35] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -102,6 +103,7 @@ impl FrameKind {
         Self::Wanted,
         Self::Placed,
         Self::Facts,
+        Self::LatePacket,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {

@@ -35,6 +35,8 @@ pub const QUESTION_LIMIT: usize = 64 << 10;
 pub const ANSWER_LIMIT: usize = 1 << 20;
 /// Questions in one migration.
 pub const QUESTIONS_LIMIT: usize = 4096;
+/// Bytes of a packet for a card of the guest's.
+pub const PACKET_LIMIT: usize = 80 << 10;
 /// Digests in one message.
 pub const DIGESTS_PER_MESSAGE: usize = 4096;
 /// Pages of which one message has the fingerprints: those of one segment.
@@ -396,6 +398,10 @@ pub enum Message {
     /// D: what its host has. Before the answer to an inquiry of a source that has
     /// [`Feature::Facts`](crate::Feature::Facts).
     Facts(Facts),
+    /// S: behind Running, a packet that came for a card of the guest's while it stood still: a
+    /// `struct virtio_net_hdr` of 10 bytes (linux/virtio_net.h), little-endian, and an Ethernet
+    /// frame. Only with [`Feature::LatePackets`](crate::Feature::LatePackets).
+    LatePacket(Vec<u8>),
     /// S: read back what is placed, and answer the request for digests with those of fingerprints
     /// that are made with this seed. Only with [`Feature::Proof`](crate::Feature::Proof).
     Prove {
@@ -461,6 +467,7 @@ impl Message {
             Self::Trial(_) => FrameKind::Trial,
             Self::Tried { .. } => FrameKind::Tried,
             Self::Facts(_) => FrameKind::Facts,
+            Self::LatePacket(_) => FrameKind::LatePacket,
         }
     }
 
@@ -536,6 +543,10 @@ impl Message {
                 frame.extend(bytes);
             }
             Self::DeviceState(bytes) => frame.extend(bytes),
+            Self::LatePacket(bytes) => {
+                assert!(bytes.len() <= PACKET_LIMIT, "a packet of {} bytes", bytes.len());
+                frame.extend(bytes);
+            }
             Self::Accept { codecs, features } => {
                 aux = u64::from(features.0) << 32 | u64::from(*codecs);
             }
@@ -708,6 +719,10 @@ impl Message {
                 Err(WireError::Length { what: "answer" })
             }
             FrameKind::Answer => Ok(Self::Answer(payload.to_vec())),
+            FrameKind::LatePacket if payload.len() > PACKET_LIMIT => {
+                Err(WireError::Length { what: "packet" })
+            }
+            FrameKind::LatePacket => Ok(Self::LatePacket(payload.to_vec())),
             FrameKind::DeviceStateEnd => empty(Self::DeviceStateEnd),
             FrameKind::Ready => empty(Self::Ready),
             FrameKind::Commit => empty(Self::Commit),

@@ -151,11 +151,13 @@ pub enum Feature {
     /// Who only asks is told what the destination's host has, also who asks without a VM. Never
     /// offered by who comes to stay.
     Facts = 9,
+    /// What came for the guest's cards while it stood still is carried to where it runs.
+    LatePackets = 10,
 }
 
 impl Feature {
     /// Every feature that has a number.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Restart,
         Self::Proof,
         Self::Trial,
@@ -166,6 +168,7 @@ impl Feature {
         Self::PostCopySafe,
         Self::AnyChannel,
         Self::Facts,
+        Self::LatePackets,
     ];
 
     /// How it is called in reports.
@@ -182,6 +185,7 @@ impl Feature {
             Self::PostCopySafe => "postcopy-safe",
             Self::AnyChannel => "any-channel",
             Self::Facts => "facts",
+            Self::LatePackets => "late-packets",
         }
     }
 }
@@ -213,7 +217,8 @@ impl Features {
             | Self::of(Feature::DiskProof).0
             | Self::of(Feature::PostCopySafe).0
             | Self::of(Feature::AnyChannel).0
-            | Self::of(Feature::Facts).0,
+            | Self::of(Feature::Facts).0
+            | Self::of(Feature::LatePackets).0,
     );
 
     /// One feature.

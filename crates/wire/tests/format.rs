@@ -130,6 +130,16 @@ fn what_a_host_tells_of_itself_has_limits() {
 }
 
 #[test]
+fn a_packet_is_no_longer_than_any_may_be() {
+    let longest = Message::LatePacket(vec![1; PACKET_LIMIT]);
+    let mut frame = longest.encode();
+    assert_eq!(parse(&frame), Ok(longest));
+    frame.push(1);
+    seal(&mut frame, FrameKind::LatePacket, 0, 0);
+    assert_eq!(parse(&frame), Err(WireError::Length { what: "packet" }));
+}
+
+#[test]
 fn golden_bytes() {
     let (version, session) = (Version::V5, SessionId([0x11; 16]));
     let greeting = Greeting { version, session, role: Role::Channel(3), attempt: 0 };
@@ -171,6 +181,7 @@ fn golden_bytes() {
         hex(&Message::Wanted { block: 1, pages: vec![PageIndex(3)] }.encode()),
         hex(&Message::Placed.encode()),
         hex(&Message::Facts(facts()).encode()),
+        hex(&Message::LatePacket(vec![6; 3]).encode()),
     ];
     let golden = include_str!("golden.txt");
     assert_eq!(seen.join("\n"), golden.trim_end());
@@ -707,6 +718,7 @@ fn any_message() -> impl Strategy<Value = Message> {
         any::<u64>().prop_map(|seed| Message::Prove { seed }),
         prop::collection::vec(any::<u8>(), 0..81).prop_map(Message::Trial),
         any::<(u64, u64)>().prop_map(|(bytes, clock)| Message::Tried { bytes, clock }),
+        prop::collection::vec(any::<u8>(), 0..81).prop_map(Message::LatePacket),
         any_missing(),
         any_facts(),
         (any::<u32>(), prop::collection::vec(any::<u64>().prop_map(PageIndex), 1..9))

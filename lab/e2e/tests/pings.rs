@@ -21,6 +21,8 @@ const MOVES: usize = 3;
 const SILENCE: f64 = 4.0;
 /// Enough to be sure that a guest answers.
 const ANSWERS: usize = 50;
+/// A client that asks every 5 ms asks within this time.
+const SURE_MS: f64 = 6.0;
 /// What is shorter is as good as nothing.
 const LEAST: Duration = Duration::from_millis(60);
 
@@ -95,6 +97,74 @@ fn a_connection_outlives_moves_of_a_guest_with_anonymous_ram() -> anyhow::Result
              ({} lost); downtimes {downtimes:?} ms",
             pinged.lost()
         );
+    }
+    Ok(())
+}
+
+/// What is sent to a guest while it stands still reaches it where it goes on.
+#[test]
+fn no_packet_is_lost_in_a_move() -> anyhow::Result<()> {
+    // Mutations: nothing is kept; nothing is carried; nothing is put into the interface; what came
+    // before the guest stopped is not left out.
+    let test = "no_packet_is_lost_in_a_move";
+    let lan = match Lan::create() {
+        Ok(lan) => lan,
+        Err(why) => {
+            skip(test, format_args!("{why:#}"));
+            return Ok(());
+        }
+    };
+    for build in builds_for(test) {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+        let config = config.with_backend(Backend::Anonymous);
+        let mut pair = Pair::start_apart(&lan.attach(&config)?, &lan.attach(&config)?)?;
+        let outside = pair.godwit.clone();
+        let post_copy: &[&str] = &["--postcopy", "now", "--reconnect", "60s"];
+        let ways = [
+            ("carried", [].as_slice()),
+            ("behind it", post_copy),
+            ("not wanted", &["--late-packets", "off"]),
+            ("from elsewhere", &[]),
+        ];
+        for (way, options) in ways {
+            let from_elsewhere = way == "from elsewhere";
+            pair.godwit = if from_elsewhere { outside.clone() } else { lan.place(&outside) };
+            let pings = lan.ping()?;
+            pings.await_answers(ANSWERS, LIMIT)?;
+            let began = Instant::now();
+            let (migrate, receive) = pair.migrate(options)?;
+            check_moved(&mut pair, &migrate).with_context(|| format!("{build}, {way}"))?;
+            pings.await_answers(ANSWERS, LIMIT)?;
+            let heard = pings.finish()?;
+            // What a switch sends everywhere before it knows better waits at the destination, too.
+            let repeated = heard.repeated.iter().filter(|asked| **asked > began).count();
+            let lost = heard.lost();
+            let [carried, delivered] = [&migrate, &receive].map(|it| &it.last()["late_packets"]);
+            let found = format!(
+                "{build}, {way}: {carried} packets carried, {delivered} delivered, {lost} pings \
+                 lost, {repeated} answered twice"
+            );
+            println!("{found}");
+            let (carried, delivered) = (carried.as_u64(), delivered.as_u64());
+            // Some was asked within a downtime of this length.
+            let some = u64::from(migrate.last()["downtime_ms"].as_f64() > Some(SURE_MS));
+            ensure!(
+                match way {
+                    // To enter the network of a machine takes what a destination gives up.
+                    "from elsewhere" =>
+                        carried >= Some(some) && delivered == Some(0) && lost as u64 >= some,
+                    "not wanted" =>
+                        carried == Some(0) && delivered == Some(0) && lost as u64 >= some,
+                    _ => carried >= Some(some) && delivered == carried && lost == 0,
+                },
+                "{found}"
+            );
+            // What the guest had before it stopped may be carried as well, and nothing else.
+            ensure!(Some(repeated as u64) <= carried, "{found}");
+            pair.source.kill();
+            let next = TestVm::destination(&lan.attach(&config)?)?;
+            pair.move_on(next);
+        }
     }
     Ok(())
 }

@@ -118,6 +118,7 @@ fn frames() -> Vec<Seed> {
         Message::DeviceState(b"QEVM\0\0\0\x03".to_vec()),
         Message::DeviceStateEnd,
         Message::Commit,
+        Message::LatePacket(vec![0; 24]),
         Message::Farewell,
         Message::Alive,
         Message::Keep(Secret([7; SECRET_LEN])),

@@ -38,6 +38,7 @@ pub struct Godwit {
     closed: Option<PathBuf>,
     /// The list of processes of the control group that it is started in.
     group: Option<PathBuf>,
+    network: Option<PathBuf>,
 }
 
 impl Godwit {
@@ -54,7 +55,14 @@ impl Godwit {
 
     /// The one at this place.
     pub(crate) fn at(program: PathBuf) -> Self {
-        Self { program, variables: Vec::new(), capabilities: None, closed: None, group: None }
+        Self {
+            program,
+            variables: Vec::new(),
+            capabilities: None,
+            closed: None,
+            group: None,
+            network: None,
+        }
     }
 
     /// Another program of the same build, such as `godwit-codecs`, in its place.
@@ -91,8 +99,18 @@ impl Godwit {
         Self { group: Some(group.dir().join("cgroup.procs")), ..self.clone() }
     }
 
+    /// The same in a network namespace, as on a host whose machines are in its network. Needs root.
+    #[must_use]
+    pub(crate) fn in_network(&self, namespace: PathBuf) -> Self {
+        Self { network: Some(namespace), ..self.clone() }
+    }
+
     fn command(&self) -> Command {
         let mut words: Vec<&OsStr> = Vec::new();
+        let network = self.network.as_ref().map(|path| format!("--net={}", path.display()));
+        if let Some(network) = &network {
+            words.extend(["nsenter", network].map(OsStr::new));
+        }
         if let Some(group) = &self.group {
             words.extend(["sh", "-c", JOIN].map(OsStr::new));
             words.push(group.as_os_str());

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use godwit_stamp::settings::CardAddress;
 
+use crate::godwit::Godwit;
 use crate::ip::{remove_namespace, tool};
 use crate::leftovers::{Place, unique};
 use crate::net_back_end::NetBackEnd;
@@ -107,6 +108,12 @@ impl Lan {
 
     fn build(&self, build: &QemuBuild, port: &str) -> anyhow::Result<QemuBuild> {
         build_within(&self.name, &self.place.file(port), build)
+    }
+
+    /// The same godwit on a host whose machines are in this network.
+    #[must_use]
+    pub fn place(&self, godwit: &Godwit) -> Godwit {
+        godwit.in_network(self.namespace())
     }
 
     /// Starts to ping the guest, every 5 ms.

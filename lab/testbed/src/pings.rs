@@ -3,6 +3,7 @@
 //! Keeps one promise: a silence is told from answer to answer, so what was lost makes it longer and
 //! what comes late ends it. That the client itself was held up shows in when it asked.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::fd::OwnedFd;
@@ -20,6 +21,8 @@ use crate::netns::enter;
 
 /// Between two questions.
 const INTERVAL: Duration = Duration::from_millis(5);
+/// Questions have a number of 16 bits.
+const NUMBERS: usize = 1 << 16;
 // ICMP (RFC 792).
 const ECHO: u8 = 8;
 const ECHO_REPLY: u8 = 0;
@@ -39,6 +42,8 @@ pub struct Heard {
     pub asked: Vec<Instant>,
     /// When it was answered; of those that were asked before the last answer, the others were lost.
     pub answered: Vec<Instant>,
+    /// When it had asked what was answered again, since the question had reached the guest twice.
+    pub repeated: Vec<Instant>,
 }
 
 /// A time in which nothing was heard.
@@ -129,6 +134,7 @@ fn ask_and_hear(
     let mut heard = Heard::default();
     let mut next = Instant::now();
     let mut packet = [0; 2048];
+    let mut answered = HashSet::new();
     while !ends.load(Ordering::Relaxed) {
         let now = Instant::now();
         if now >= next {
@@ -145,9 +151,19 @@ fn ask_and_hear(
             // With its IP header, whose length stands in its first byte (raw(7)).
             let header = usize::from(packet[0] & 15) * 4;
             let from_guest = packet[12..16] == guest.octets();
-            if from_guest && length > header && packet.get(header) == Some(&ECHO_REPLY) {
+            let Some(answer) = packet[..length].get(header..header + 8) else { continue };
+            if !from_guest || answer[0] != ECHO_REPLY {
+                continue;
+            }
+            // Numbers come again after five minutes.
+            let number = u16::from_be_bytes([answer[6], answer[7]]);
+            let turn = heard.asked.len().saturating_sub(1 + usize::from(number));
+            let question = turn / NUMBERS * NUMBERS + usize::from(number);
+            if answered.insert(question) {
                 heard.answered.push(Instant::now());
                 answers.fetch_add(1, Ordering::Relaxed);
+            } else {
+                heard.repeated.extend(heard.asked.get(question));
             }
         }
     }
@@ -178,6 +194,7 @@ mod tests {
         let heard = Heard {
             asked: [0, 5, 10, 15, 20, 25, 90].map(at).into(),
             answered: [1, 6, 40, 41].map(at).into(),
+            repeated: Vec::new(),
         };
         let silence = heard.longest_silence(at(0), at(100)).unwrap();
         assert_eq!((silence.from, silence.to), (at(6), at(40)));

@@ -185,6 +185,7 @@ pub(super) fn last_line(received: &Received, cost: Cost) -> Value {
         "total_ms": received.total.as_secs_f64() * 1e3,
         "load_ms": received.load.as_secs_f64() * 1e3,
         "resume_ms": received.resume.as_secs_f64() * 1e3,
+        "late_packets": received.late_packets,
         "disks_to_ready_ms": received.disks_to_ready.map(|time| time.as_secs_f64() * 1e3),
         "verified": received.verified,
         "fetched": received.fetched.as_ref().map(fetched_json),

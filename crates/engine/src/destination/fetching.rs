@@ -126,6 +126,7 @@ impl Destination<'_> {
             match self.session.words_until(self.vm, until, self.notice)? {
                 None => {}
                 Some(Message::Commit) => return Ok(Input::Commit),
+                Some(Message::LatePacket(packet)) if self.takes_packets() => self.deliver(packet),
                 Some(other) => return Err(out_of_place(&other)),
             }
         }

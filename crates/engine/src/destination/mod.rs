@@ -272,6 +272,8 @@ struct Destination<'a> {
     /// The first failure, and when it was.
     cause: Option<(Phase, EngineError)>,
     measures: Received,
+    /// Packets for the guest's cards that came, and could not be given to them.
+    packets_lost: u64,
 }
 
 /// How far it has come, with what is held there.
@@ -336,6 +338,7 @@ impl<'a> Destination<'a> {
             safe: options.post_copy_safe.clone(),
             dumps: options.dump.as_deref().map(Dumps::new),
             cause: None,
+            packets_lost: 0,
             measures: Received::default(),
         }
     }
@@ -470,6 +473,7 @@ impl Destination<'_> {
                     self.keep_record(stage)?;
                 }
                 Message::Prove { seed } if !self.pages_complete => stage.prove(self.vm, seed)?,
+                Message::LatePacket(packet) if self.takes_packets() => self.deliver(packet),
                 missing @ Message::Missing { .. } => {
                     if let Some(input) = self.take_missing(stage, &missing)? {
                         return Ok(input);
@@ -756,6 +760,32 @@ impl Destination<'_> {
             self.cause = Some((Phase::Handover, ended));
         }
         lost
+    }
+
+    /// Whether packets for the guest's cards may come: it is here, and they are no more than there
+    /// may be within a switchover.
+    fn takes_packets(&self) -> bool {
+        let count = self.measures.late_packets + self.packets_lost;
+        let may_come = self.session.has(Feature::LatePackets) && self.session.is_committed();
+        may_come && count < limits::LATE_PACKETS
+    }
+
+    /// Gives a card what had come for it at the source.
+    fn deliver(&mut self, packet: Vec<u8>) {
+        let delivered = match self.measures.running {
+            true => self.vm.deliver(packet),
+            false => Err("the guest is paused".into()),
+        };
+        match delivered {
+            Ok(()) => self.measures.late_packets += 1,
+            // It is lost, as any packet may be.
+            Err(error) => {
+                if self.packets_lost == 0 {
+                    tracing::info!(%error, "packets that come late are lost");
+                }
+                self.packets_lost += 1;
+            }
+        }
     }
 
     fn run_guest(&mut self) -> Result<Input, EngineError> {

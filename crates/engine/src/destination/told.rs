@@ -133,6 +133,9 @@ pub struct Received {
     pub running: bool,
     /// From the acceptance of the source to the guest running.
     pub total: Duration,
+    /// Packets for the guest's cards that had come at the source while it stood still, and were
+    /// given to them.
+    pub late_packets: u64,
     /// What came when the guest ran here already, if anything did.
     pub fetched: Option<Fetched>,
     /// From the last byte of the disks being handed to them to READY: writing it out, the last

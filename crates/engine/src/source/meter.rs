@@ -254,6 +254,11 @@ impl Meter {
         self.measures.look_back = Some(time);
     }
 
+    /// A packet that came late was sent on.
+    pub(super) fn packet_carried(&mut self) {
+        self.measures.late_packets += 1;
+    }
+
     /// The device state had so many bytes.
     pub(super) fn state_passed(&mut self, bytes: ByteCount) {
         self.measures.device_state = bytes;

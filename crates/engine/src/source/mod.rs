@@ -30,6 +30,7 @@ mod frame_sender;
 mod free;
 mod history;
 mod lanes;
+mod late;
 mod link_share;
 mod live;
 mod look_back;
@@ -59,7 +60,7 @@ mod wires;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
@@ -264,6 +265,9 @@ struct Source<'a> {
     /// What is left may follow when the guest runs at the destination, and does.
     may_leave: bool,
     leaves: bool,
+    /// Whether what comes for its cards is to be had, and since when it is kept, as long as it is.
+    has_cards: bool,
+    packets_since: Option<Instant>,
     /// Why the guest could, as far as the last round has shown.
     could_leave: Option<String>,
     /// Where what was missing then is in a third place as well.
@@ -397,6 +401,8 @@ impl<'a> Source<'a> {
             ending,
             may_leave,
             leaves,
+            has_cards: false,
+            packets_since: None,
             could_leave: None,
             copied: None,
             loss,
@@ -758,6 +764,7 @@ impl Source<'_> {
             let totals = copying.totals(self);
             self.meter.finish(totals);
         }
+        self.carry_what_comes();
         self.session.say_farewell();
     }
 

@@ -49,6 +49,8 @@ pub struct Options {
     pub fingerprints: bool,
     /// Leave the VM stopped at the source instead of ending it.
     pub keep_source: bool,
+    /// Carry to the destination what comes for the guest's cards while it stands still.
+    pub late_packets: bool,
     /// How long connections that are lost before the guest is stopped are tried for; zero: not at
     /// all, the migration then fails at once.
     pub reconnect: Duration,
@@ -90,6 +92,7 @@ impl Options {
             channels_afar: 8,
             fingerprints: true,
             keep_source: false,
+            late_packets: true,
             reconnect: limits::RECONNECT,
             record: None,
             follow_record: None,

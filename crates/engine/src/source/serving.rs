@@ -228,6 +228,7 @@ impl Serving {
             return Err(EngineError::Link { peer: PEER, source });
         }
         loop {
+            source.carry_what_has_come();
             match source.session.next_event(source.vm, limits::TICK)? {
                 Some(Event::Peer { message: Ok(Message::Placed), .. }) => {
                     return Ok(Input::AllPlaced);

@@ -745,7 +745,7 @@ impl Session {
     }
 
     /// Breaks the control connection.
-    fn cut(&self) {
+    pub(super) fn cut(&self) {
         if let Some(control) = &self.control {
             control.writer.shut_down();
         }

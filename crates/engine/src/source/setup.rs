@@ -162,6 +162,9 @@ impl Setup {
         if features.contains(Feature::PostCopy) && source.options.post_copy != PostCopy::Never {
             features = features.with(Feature::PostCopyWanted);
         }
+        if !source.options.late_packets {
+            features = features.without(Feature::LatePackets);
+        }
         if let Presented::ToMove = presented {
             features = features.without(Feature::Facts);
         }

@@ -47,6 +47,7 @@ impl Switchover {
             self.urgent = Some(self.copying.connect_urgent(source)?);
         }
         self.copying.lanes().hurry();
+        source.keep_packets();
         let stopped = source.vm.stop().map_err(EngineError::Vm)?;
         source.meter.guest_stopped(stopped);
         self.copying.guest_stopped(source);
@@ -179,6 +180,7 @@ pub(super) fn prepare(
     let before = source.options.before_switchover.as_ref();
     let before = before.map(BeforeSwitchover::start).transpose()?;
     source.session.say(&Message::Prepare)?;
+    source.find_cards();
     copying.open_state(source.vm)?;
     let what = "the destination to get ready";
     source.session.await_message(source.vm, what, limits::ANSWER, |message| {

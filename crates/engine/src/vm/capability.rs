@@ -227,6 +227,51 @@ pub trait DirectIo {
     fn drain(&mut self) -> Result<(), VmError>;
 }
 
+/// What a network sends to a guest's cards while it stands still: whoever reads it for the guest
+/// reads no more, and where the guest goes on it does not come. It is carried there, as far as it
+/// can be had.
+///
+/// ```
+/// use std::collections::VecDeque;
+/// use std::time::Duration;
+///
+/// use godwit_engine::vm::LatePackets;
+///
+/// /// A card whose packets the VMM has in a queue of its own.
+/// struct Queue(VecDeque<Vec<u8>>);
+///
+/// impl LatePackets for Queue {
+///     fn find(&mut self) {
+///         self.0.clear();
+///     }
+///
+///     fn next(&mut self, _: Duration) -> Option<Vec<u8>> {
+///         self.0.pop_front()
+///     }
+///
+///     fn end(&mut self) {
+///         self.0.clear();
+///     }
+/// }
+/// ```
+pub trait LatePackets {
+    /// Finds the cards, when there is time: before
+    /// [`SourceVm::open_state`](super::SourceVm::open_state). From the moment in which
+    /// [`SourceVm::stop`](super::SourceVm::stop) begins to stop the guest, what is sent to them is
+    /// kept. What reaches the guest all the same comes to it twice, as it may on any network.
+    fn find(&mut self);
+
+    /// The next one of them, waiting up to `wait`: a `struct virtio_net_hdr` of 10 bytes
+    /// (linux/virtio_net.h), little-endian, and an Ethernet frame, at most
+    /// [`godwit_wire::PACKET_LIMIT`] bytes in all. Called when the guest runs elsewhere. One that
+    /// has nothing to wait for returns at once.
+    fn next(&mut self, wait: Duration) -> Option<Vec<u8>>;
+
+    /// Nothing is kept any more. [`SourceVm::resume`](super::SourceVm::resume) and
+    /// [`SourceVm::retire`](super::SourceVm::retire) end that, too.
+    fn end(&mut self);
+}
+
 /// Disks that a source may fill, at the destination.
 ///
 /// ```

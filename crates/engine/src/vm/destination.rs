@@ -77,6 +77,16 @@ pub trait DestinationVm {
         Ok(())
     }
 
+    /// Gives one of the guest's cards a packet that had come for it at the source
+    /// ([`LatePackets`](super::LatePackets)). Only called when the guest runs.
+    ///
+    /// # Errors
+    /// When there is no way to that card. The packet is lost, as any may be.
+    fn deliver(&mut self, packet: Vec<u8>) -> Result<(), VmError> {
+        let _ = packet;
+        Err("this kind of machine has no way into its cards".into())
+    }
+
     /// Disks that a source may fill; `None` where none can be received.
     fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
         None

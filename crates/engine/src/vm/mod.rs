@@ -12,7 +12,8 @@ use std::time::Duration;
 use godwit_units::ByteCount;
 
 pub use capability::{
-    ArrivingPages, Brake, DirectIo, DiskDestination, DiskVm, FreePages, Kept, PostCopyDestination,
+    ArrivingPages, Brake, DirectIo, DiskDestination, DiskVm, FreePages, Kept, LatePackets,
+    PostCopyDestination,
 };
 pub use destination::DestinationVm;
 pub use source::SourceVm;

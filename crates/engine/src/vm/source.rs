@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use godwit_memory::RamBlock;
 use godwit_track::DirtyTracker;
 
-use super::{Brake, DirectIo, DiskVm, FreePages, SwitchoverCosts, VmError};
+use super::{Brake, DirectIo, DiskVm, FreePages, LatePackets, SwitchoverCosts, VmError};
 use crate::Interrupt;
 
 /// A VM that is to leave this host. The first ten functions are every VM's; the others have answers
@@ -126,6 +126,11 @@ pub trait SourceVm {
     /// Devices that write guest memory by direct I/O: pages are pinned, which the tracker sees as a
     /// write, and data lands later, which it does not see. `None` where there are none.
     fn direct_io(&mut self) -> Option<&mut dyn DirectIo> {
+        None
+    }
+
+    /// What is sent to the guest's cards while it stands still; `None` where that cannot be had.
+    fn late_packets(&mut self) -> Option<&mut dyn LatePackets> {
         None
     }
 

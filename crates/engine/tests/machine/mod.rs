@@ -6,7 +6,7 @@ mod coming;
 mod disks;
 mod proxy;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,8 +22,8 @@ use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::{Audit, Measures};
 use godwit_engine::source::{Options, Verify, migrate};
 use godwit_engine::vm::{
-    ArrivingPages, Ask, Brake, DestinationVm, DiskDestination, DiskVm, Kept, PostCopyDestination,
-    RunError, SourceVm, VmError,
+    ArrivingPages, Ask, Brake, DestinationVm, DiskDestination, DiskVm, Kept, LatePackets,
+    PostCopyDestination, RunError, SourceVm, VmError,
 };
 use godwit_engine::{Cancel, EngineError, Failure, Interrupt};
 use godwit_memory::RamBlock;
@@ -118,6 +118,8 @@ pub struct Source {
     pub goes_untracked: bool,
     /// Whether its writes were ever tracked.
     pub tracked: bool,
+    /// What is sent to its card while it stands still.
+    pub card: Late,
     /// Disks that move along.
     pub disks: Vec<Arc<SourceDisk>>,
     /// Whether it was told that questions will come.
@@ -185,6 +187,7 @@ impl Source {
             paused: false,
             goes_untracked: false,
             tracked: false,
+            card: Late::default(),
             disks,
             foresees: false,
             begun: false,
@@ -244,6 +247,7 @@ impl SourceVm for Source {
 
     fn stop(&mut self) -> Result<Instant, VmError> {
         std::thread::sleep(self.monitor_hangs);
+        self.card.kept = self.card.found;
         self.running.store(false, Ordering::Relaxed);
         self.guest.take().unwrap().join().unwrap();
         for page in &self.unseen {
@@ -316,6 +320,43 @@ impl SourceVm for Source {
     fn moving_disks(&mut self) -> Option<&mut dyn DiskVm> {
         if !self.disks.is_empty() { Some(self) } else { None }
     }
+
+    fn late_packets(&mut self) -> Option<&mut dyn LatePackets> {
+        Some(&mut self.card)
+    }
+}
+
+/// Packets for a card.
+#[derive(Default)]
+pub struct Late {
+    pub packets: VecDeque<Vec<u8>>,
+    pub found: bool,
+    /// They are kept.
+    pub kept: bool,
+    /// And no more.
+    pub ended: bool,
+    /// There is always another one.
+    pub endless: bool,
+    /// Those that somebody waited for, and how long at the most.
+    pub waits: Vec<Duration>,
+}
+
+impl LatePackets for Late {
+    fn find(&mut self) {
+        assert!(!self.kept, "too late to look for its card");
+        self.found = true;
+    }
+
+    fn end(&mut self) {
+        self.ended = true;
+    }
+
+    fn next(&mut self, wait: Duration) -> Option<Vec<u8>> {
+        assert!(self.kept, "nothing was kept");
+        assert!(!self.ended, "none is kept any more");
+        self.waits.push(wait);
+        if self.endless { Some(vec![9; 60]) } else { self.packets.pop_front() }
+    }
 }
 
 impl Brake for Source {
@@ -385,6 +426,8 @@ pub struct Found {
     pub missing: u64,
     pub misread: u64,
     pub finished: bool,
+    /// Packets that were given to its card.
+    pub delivered: Vec<Vec<u8>>,
 }
 
 pub struct Destination {
@@ -528,6 +571,16 @@ impl DestinationVm for Destination {
     }
 
     fn announce(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn deliver(&mut self, packet: Vec<u8>) -> Result<(), VmError> {
+        let mut found = self.found.lock().unwrap();
+        assert!(found.ran, "a packet for a guest that does not run");
+        if packet.is_empty() {
+            return Err("there is no way to that card".into());
+        }
+        found.delivered.push(packet);
         Ok(())
     }
 

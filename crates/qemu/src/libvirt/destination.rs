@@ -20,6 +20,7 @@ use super::images::{DiskPaths, Images};
 use super::made::sweep_images;
 use super::memory;
 use crate::QemuError;
+use crate::cards::Inlets;
 use crate::guard::{Guard, Left, Stage};
 use crate::machine::Machine;
 use crate::monitor::commands::{Cont, Quit};
@@ -62,6 +63,8 @@ struct Incoming {
     loaded: Option<State>,
     /// It is this host's, whatever comes: it runs, or stays paused.
     taken_over: bool,
+    /// The ways to its guest's cards, once a packet has come for one.
+    inlets: Option<Inlets>,
 }
 
 fn refused(words: String) -> QemuError {
@@ -170,9 +173,18 @@ impl LibvirtDestination {
             }
         });
         let (arrival, (ram, domain, machine, guard)) = taken.inspect_err(|_| images.discard())?;
-        let (loaded, taken_over) = (None, false);
-        let incoming =
-            Incoming { description, images, arrival, domain, machine, guard, loaded, taken_over };
+        let (loaded, taken_over, inlets) = (None, false, None);
+        let incoming = Incoming {
+            description,
+            images,
+            arrival,
+            domain,
+            machine,
+            guard,
+            loaded,
+            taken_over,
+            inlets,
+        };
         Ok((incoming, ram))
     }
 
@@ -327,6 +339,12 @@ impl DestinationVm for LibvirtDestination {
 
     fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
         Some(self)
+    }
+
+    fn deliver(&mut self, packet: Vec<u8>) -> Result<(), VmError> {
+        // Before the guest is here libvirt asks its QEMU nothing for others.
+        let Incoming { machine: Machine { qmp, pid, .. }, inlets, .. } = self.incoming()?;
+        inlets.get_or_insert_with(|| Inlets::of(&mut **qmp, *pid)).put(packet)
     }
 
     fn announce(&mut self) -> Result<(), VmError> {

@@ -5,6 +5,7 @@
 //! by `-name`.
 
 use crate::QemuError;
+use crate::cards::mac_in;
 use crate::monitor::commands::{Human, QueryName};
 use crate::monitor::{Monitor, QmpError};
 
@@ -38,26 +39,16 @@ impl QemuSource {
     }
 }
 
-/// The addresses in the answer to `info network`, which has a line for each end of a connection
-/// (`print_net_client` in net/net.c), in that of a card its model and address
-/// (`qemu_format_nic_info_str`).
+/// The addresses in the answer to `info network`, each once.
 fn macs(text: &str) -> Vec<String> {
     let mut found: Vec<String> = Vec::new();
-    for line in text.lines() {
-        let Some((_, card)) = line.split_once(",type=nic,") else { continue };
-        let address = card.trim().split(',').find_map(|word| word.strip_prefix("macaddr="));
-        let Some(mac) = address.filter(|mac| is_mac(mac)) else { continue };
-        if !found.iter().any(|known| known == mac) {
-            found.push(mac.to_owned());
+    for mac in text.lines().filter_map(mac_in) {
+        let mac = mac.to_string();
+        if !found.contains(&mac) {
+            found.push(mac);
         }
     }
     found
-}
-
-fn is_mac(text: &str) -> bool {
-    let parts: Vec<&str> = text.split(':').collect();
-    let is_byte = |part: &&str| part.len() == 2 && part.bytes().all(|c| c.is_ascii_hexdigit());
-    parts.len() == 6 && parts.iter().all(is_byte)
 }
 
 #[cfg(test)]

@@ -41,6 +41,7 @@ use godwit_units::ByteCount;
 use godwit_vcpu_throttle::{Measures, VcpuThrottle};
 
 use crate::QemuError;
+use crate::cards::Outlets;
 use crate::compare::{Realized, Terms};
 use crate::device_ram::{DeviceRam, Loader};
 use crate::device_state::{self, Prepared, Saving};
@@ -161,6 +162,8 @@ pub struct QemuSource {
     fate: Fate,
     /// Hears of waits that are long.
     told: fn(&str),
+    /// What is sent to the guest's cards while it stands still.
+    outlets: Option<Outlets>,
     /// What is known of the QEMU that is to have the same memory, where there is to be one.
     in_place: Option<Arc<InPlace>>,
     /// What a godwit has left that was killed when the guest ran at the destination, or may have,
@@ -254,6 +257,7 @@ impl QemuSource {
             guard: None,
             fate: Fate::default(),
             told: |_| {},
+            outlets: None,
             in_place: None,
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
             tracker: Weak::new(),
@@ -573,6 +577,7 @@ impl QemuSource {
             false => Ok(()),
         };
         self.fate.runs_again();
+        self.outlets = None;
         self.tell_if_otherwise(was_stopping && running.is_ok());
         if running.is_ok() {
             self.note_if_possible(|left| left.stage = Stage::Copying);

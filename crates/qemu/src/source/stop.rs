@@ -43,6 +43,9 @@ impl QemuSource {
     fn begin_stop(&mut self) -> Result<Stopping, QemuError> {
         self.prepare_stop()?;
         self.held_since = None;
+        if let Some(outlets) = &mut self.outlets {
+            outlets.open();
+        }
         let qmp = &mut *self.machine.qmp;
         Ok(match self.state_by {
             StateBy::Saving => {

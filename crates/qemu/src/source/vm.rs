@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use godwit_engine::Interrupt;
-use godwit_engine::vm::{Brake, DirectIo, DiskVm, SourceVm, SwitchoverCosts, VmError};
+use godwit_engine::vm::{Brake, DirectIo, DiskVm, LatePackets, SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, Untracked};
 
@@ -16,6 +16,7 @@ use super::{
     END_LIMIT, FD_NAME, OWN_BLOCKS, QemuSource, Releasing, SAVE_LIMIT, SILENT, failure_words,
     migration_event,
 };
+use crate::cards::Outlets;
 use crate::compare::Realized;
 use crate::device_state::Prepared;
 use crate::guard::{Left, Stage};
@@ -266,10 +267,28 @@ impl SourceVm for QemuSource {
         if !self.moving.is_empty() { Some(self) } else { None }
     }
 
+    fn late_packets(&mut self) -> Option<&mut dyn LatePackets> {
+        Some(self)
+    }
+
     fn direct_io(&mut self) -> Option<&mut dyn DirectIo> {
         let late = self.back_ends.as_ref().is_some_and(BackEnds::land_late);
         // What lands late lands in memory that stays.
         let stays = self.in_place.as_ref().is_some_and(|memory| !memory.is_copied());
         if !stays && (self.direct_io || late) { Some(self) } else { None }
+    }
+}
+
+impl LatePackets for QemuSource {
+    fn find(&mut self) {
+        self.outlets = Some(Outlets::of(&mut *self.machine.qmp, self.machine.pid));
+    }
+
+    fn next(&mut self, wait: Duration) -> Option<Vec<u8>> {
+        self.outlets.as_mut()?.next(wait)
+    }
+
+    fn end(&mut self) {
+        self.outlets = None;
     }
 }

@@ -255,6 +255,10 @@ impl DestinationVm for StartedDestination {
         self.vm()?.announce()
     }
 
+    fn deliver(&mut self, packet: Vec<u8>) -> Result<(), VmError> {
+        self.vm()?.deliver(packet)
+    }
+
     fn discard(&mut self) -> Result<(), VmError> {
         let Some(qemu) = &mut self.qemu else { return Ok(()) };
         let discarded = qemu.vm.discard();

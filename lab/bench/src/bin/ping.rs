@@ -159,7 +159,7 @@ fn over_tcp(
                 .switchover
                 .context("the guest was not stopped")
         })?;
-        let godwit = Godwit::built()?;
+        let godwit = lan.place(&Godwit::built()?);
         let by_godwit = talked(lan, config, source, |source, destination| {
             let (receive, address) = godwit.receive(destination, &[])?;
             // The source is asked for its events.
@@ -241,7 +241,7 @@ fn by_godwit(
     config: &VmConfig,
     source: &mut TestVm,
 ) -> anyhow::Result<Map<String, Value>> {
-    let godwit = Godwit::built()?;
+    let godwit = lan.place(&Godwit::built()?);
     let mut destination = TestVm::destination(&lan.attach(config)?)?;
     let pings = lan.ping()?;
     pings.await_answers(ANSWERS, LIMIT)?;

@@ -21,6 +21,11 @@ mod hosts;
 mod refusals;
 mod to_and_fro;
 
+use std::net::UdpSocket;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
 use anyhow::{Context, ensure};
 use godwit_e2e::LIMIT;
 use godwit_stamp::settings::Mode;
@@ -110,6 +115,52 @@ fn a_domain_in_qemu_10_moves() -> anyhow::Result<()> {
 
     check_migrated(&migrate, &receive)?;
     hosts.check_states(["shut off", "running"])?;
+    hosts.check_guest()
+}
+
+fn ip(arguments: &[&str]) -> anyhow::Result<()> {
+    let status = Command::new("ip").args(arguments).status()?;
+    ensure!(status.success(), "ip {arguments:?}: {status}");
+    Ok(())
+}
+
+/// Libvirt opens the tap, and QEMU has a descriptor without a name.
+#[test]
+fn what_is_sent_to_the_card_of_a_domain_that_stands_still_is_carried() -> anyhow::Result<()> {
+    // Mutation: a descriptor's interface is not looked for.
+    let test = "what_is_sent_to_the_card_of_a_domain_that_stands_still_is_carried";
+    let mac = "52:54:00:12:34:56";
+    let card = format!(
+        "<interface type='ethernet'><mac address='{mac}'/><model type='virtio'/></interface>"
+    );
+    let config = GuestConfig::small(Mode::Rate);
+    let Some(hosts) = Hosts::with_devices(test, &config, &card, false)? else { return Ok(()) };
+    let list = hosts.west.virsh(&["domiflist", hosts.name()])?;
+    let line = list.lines().find(|line| line.contains(mac));
+    let interface = line.and_then(|line| line.split_whitespace().next()).context(list.clone())?;
+    // The range for benchmarks (RFC 2544); it goes with the interface.
+    let [here, there] = [1, 2].map(|host| format!("198.18.{}.{host}", std::process::id() % 250));
+    ip(&["address", "add", &here, "peer", &there, "dev", interface])?;
+    ip(&["neighbour", "add", &there, "lladdr", mac, "dev", interface])?;
+    let network = UdpSocket::bind((here.as_str(), 0))?;
+
+    let moved = AtomicBool::new(false);
+    let (migrate, receive) = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !moved.load(Ordering::Relaxed) {
+                // The interface goes with its QEMU.
+                let _ = network.send_to(&[0; 64], (there.as_str(), 9));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        let ended = hosts.migrate(&[]);
+        moved.store(true, Ordering::Relaxed);
+        ended
+    })?;
+
+    check_migrated(&migrate, &receive)?;
+    let [carried, delivered] = [&migrate, &receive].map(|it| &it.last()["late_packets"]);
+    ensure!(carried.as_u64() > Some(0) && carried == delivered, "{carried} {delivered}");
     hosts.check_guest()
 }
 

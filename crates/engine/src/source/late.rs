@@ -1,0 +1,82 @@
+//! Carrying to the destination what comes for the guest's cards while it stands still.
+//!
+//! A packet that is lost costs a client its timer, for TCP 200 ms and more: many times the
+//! downtime. Nobody is slowed down for the packets: they are looked for once the guest runs at the
+//! destination, and what fails in it is lost as it would have been.
+
+use std::time::{Duration, Instant};
+
+use godwit_wire::{Feature, Message, PACKET_LIMIT};
+
+use super::Source;
+
+/// A network that sends nothing more for this long has learned where the guest is: switches do so
+/// by its first packet, with which it announces itself.
+const QUIET: Duration = Duration::from_millis(10);
+/// What there is already is not carried for longer than this, where other work waits.
+const BURST: Duration = Duration::from_millis(5);
+/// From the stop on. What is older was sent again, or is of no use any more; and a network that has
+/// not learned by then is not waited for.
+const LIMIT: Duration = Duration::from_secs(1);
+
+impl Source<'_> {
+    /// Finds the cards, while the guest runs.
+    pub(super) fn find_cards(&mut self) {
+        // To a guest that is paused nothing comes late.
+        let wanted = self.common.features.contains(Feature::LatePackets) && self.vm.was_running();
+        self.has_cards = wanted
+            && self.vm.late_packets().is_some_and(|late| {
+                late.find();
+                true
+            });
+    }
+
+    /// The guest is about to be stopped.
+    pub(super) fn keep_packets(&mut self) {
+        self.packets_since = self.has_cards.then(Instant::now);
+    }
+
+    /// With the guest running at the destination: carries there what has come for its cards since
+    /// it was stopped.
+    pub(super) fn carry_what_has_come(&mut self) {
+        self.carry(Duration::ZERO, BURST);
+    }
+
+    /// The same, and what comes until the network has learned where the guest is. Nothing is kept
+    /// from then on.
+    pub(super) fn carry_what_comes(&mut self) {
+        self.carry(QUIET, LIMIT);
+        self.keep_no_packets();
+    }
+
+    fn carry(&mut self, wait: Duration, limit: Duration) {
+        let Some(since) = self.packets_since else { return };
+        let began = Instant::now();
+        while since.elapsed() < LIMIT {
+            if began.elapsed() >= limit {
+                return;
+            }
+            let packet = self.vm.late_packets().and_then(|late| late.next(wait));
+            let Some(packet) = packet else { return };
+            if packet.len() > PACKET_LIMIT {
+                continue;
+            }
+            if self.session.say(&Message::LatePacket(packet)).is_err() {
+                // Part of it may be on its way, and what is said behind that would be taken for
+                // the rest.
+                self.session.cut();
+                break;
+            }
+            self.meter.packet_carried();
+        }
+        self.keep_no_packets();
+    }
+
+    fn keep_no_packets(&mut self) {
+        if self.packets_since.take().is_some()
+            && let Some(late) = self.vm.late_packets()
+        {
+            late.end();
+        }
+    }
+}
