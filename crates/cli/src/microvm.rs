@@ -348,6 +348,7 @@ fn run_machine(arguments: &Run) -> Result<ExitCode, MicrovmError> {
         fill: arguments.fill,
         working_set: arguments.working_set,
         disk_on_ports: false,
+        card_on_ports: None,
     };
     let output: Box<dyn Write + Send> = match &arguments.serial {
         None => Box::new(std::io::stdout()),

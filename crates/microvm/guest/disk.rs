@@ -7,7 +7,7 @@
 use core::cell::UnsafeCell;
 use core::ptr::read_volatile;
 
-use crate::boot_block::{DISK_MMIO, DISK_ON_PORTS};
+use crate::boot_block::{DISK_MMIO, DISK_ON_PORTS, DISK_PORTS, DISK_SLOT};
 use crate::heartbeat::BUG;
 use crate::ports::Ports;
 use crate::serial;
@@ -62,7 +62,7 @@ impl DiskWork {
     /// Brings the device up that is there in the way `disk`, as the boot block says.
     pub fn start(disk: u32) -> Self {
         let (device, sectors) = if disk == DISK_ON_PORTS {
-            let ports = Ports::begin(BLOCK_DEVICE);
+            let ports = Ports::begin(BLOCK_DEVICE, DISK_SLOT, DISK_PORTS);
             ports.show(0, &QUEUE);
             ports.ready();
             let sectors = ports.config();

@@ -17,6 +17,7 @@ mod balloon;
 mod beacon;
 #[path = "../src/boot_block.rs"]
 mod boot_block;
+mod card;
 mod churn;
 mod cpu;
 mod disk;

@@ -4,7 +4,6 @@
 
 use core::arch::asm;
 
-use crate::boot_block::{DISK_PORTS, DISK_SLOT};
 use crate::virtio::Queue;
 
 const ADDRESS: u16 = 0xcf8;
@@ -22,51 +21,52 @@ const QUEUE_NOTIFY: u16 = 16;
 const STATUS: u16 = 18;
 const CONFIG: u16 = 20;
 
-/// The disk, once it was found.
-pub struct Ports;
+/// A device that was found, by the first of its ports.
+pub struct Ports(u16);
 
 impl Ports {
-    /// Finds the device of the kind `kind`, gives it its ports and begins to bring it up.
-    pub fn begin(kind: u32) -> Self {
-        let word = |offset: u32| 0x8000_0000 | u32::from(DISK_SLOT) << 11 | offset;
+    /// Finds the device of the kind `kind` in this slot, gives it these ports and begins to bring it
+    /// up.
+    pub fn begin(kind: u32, slot: u16, ports: u16) -> Self {
+        let word = |offset: u32| 0x8000_0000 | u32::from(slot) << 11 | offset;
         put32(ADDRESS, word(0));
         if take32(DATA) != (FIRST_KIND + kind) << 16 | VIRTIO {
-            panic!("there is no virtio device {kind} with ports in slot {DISK_SLOT}");
+            panic!("there is no virtio device {kind} with ports in slot {slot}");
         }
-        for (offset, value) in [(0x10, u32::from(DISK_PORTS)), (0x04, COMMAND)] {
+        for (offset, value) in [(0x10, u32::from(ports)), (0x04, COMMAND)] {
             put32(ADDRESS, word(offset));
             put32(DATA, value);
         }
-        put8(DISK_PORTS + STATUS, 0);
-        put8(DISK_PORTS + STATUS, 1 | 2);
+        put8(ports + STATUS, 0);
+        put8(ports + STATUS, 1 | 2);
         // No features.
-        put32(DISK_PORTS + 4, 0);
-        Self
+        put32(ports + 4, 0);
+        Self(ports)
     }
 
     /// Shows it queue `number`.
     pub fn show<const SIZE: usize>(&self, number: u16, ring: &'static Queue<SIZE>) {
-        put16(DISK_PORTS + QUEUE_SELECT, number);
-        if take16(DISK_PORTS + QUEUE_SIZE) != SIZE as u16 {
+        put16(self.0 + QUEUE_SELECT, number);
+        if take16(self.0 + QUEUE_SIZE) != SIZE as u16 {
             panic!("queue {number} is not of {SIZE} places");
         }
-        put32(DISK_PORTS + QUEUE_ADDRESS, (ring.address() / crate::PAGE_SIZE) as u32);
+        put32(self.0 + QUEUE_ADDRESS, (ring.address() / crate::PAGE_SIZE) as u32);
     }
 
     /// It works from here on.
     pub fn ready(&self) {
-        put8(DISK_PORTS + STATUS, 1 | 2 | 4);
+        put8(self.0 + STATUS, 1 | 2 | 4);
     }
 
     /// The first 8 bytes of what is the device's own.
     pub fn config(&self) -> u64 {
-        let word = |offset| u64::from(take32(DISK_PORTS + CONFIG + offset));
+        let word = |offset| u64::from(take32(self.0 + CONFIG + offset));
         word(4) << 32 | word(0)
     }
 
     /// Tells it that there is something in queue `number`.
     pub fn notify(&self, number: u16) {
-        put16(DISK_PORTS + QUEUE_NOTIFY, number);
+        put16(self.0 + QUEUE_NOTIFY, number);
     }
 }
 

@@ -169,6 +169,26 @@ impl<const SIZE: usize> Queue<SIZE> {
         fence(Ordering::SeqCst);
     }
 
+    /// What the device has given back as the `number`th, counted from 0: the chain's first
+    /// descriptor, and how much was written to it.
+    ///
+    /// # Safety
+    /// No other vCPU uses the queue.
+    pub unsafe fn given_back(&self, number: u16) -> Option<(u16, u32)> {
+        let ring = self.0.get();
+        // SAFETY: as the caller says; what the device writes is read with volatile reads, and an
+        // entry behind the index that counts it.
+        unsafe {
+            if read_volatile(&raw const (*ring).used.index) == number {
+                return None;
+            }
+            fence(Ordering::SeqCst);
+            let entry = &raw const (*ring).used.entries[usize::from(number) % SIZE];
+            let [head, len] = read_volatile(entry);
+            Some((head as u16, len))
+        }
+    }
+
     /// Whether the device has given back all that was made available.
     ///
     /// # Safety

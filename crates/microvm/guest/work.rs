@@ -14,6 +14,7 @@ use crate::boot_block::{
     BootBlock, GENERATIONS_WINDOW, MAX_CPUS, MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE,
     MODE_MIXED, MODE_RATE, ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_SEQUENTIAL, PAGES_WINDOW,
 };
+use crate::card::Card;
 use crate::churn::Churn;
 use crate::disk::DiskWork;
 use crate::heartbeat::READY;
@@ -26,6 +27,7 @@ use crate::{PageCount, cpu, serial};
 const DISK_MICROS: u64 = 10_000;
 const BALLOON_MICROS: u64 = 1_000;
 const PLUGGED_MICROS: u64 = 1_000;
+const CARD_MICROS: u64 = 200;
 
 /// What one vCPU did, for the heartbeat; a cache line each.
 #[repr(align(64))]
@@ -163,6 +165,8 @@ struct Cpu {
     disk: Option<DiskWork>,
     next_disk: u64,
     next_balloon: u64,
+    card: Option<Card>,
+    next_card: u64,
     plugged: Plugged,
     next_plugged: u64,
     started: u64,
@@ -172,6 +176,8 @@ impl Cpu {
     fn start(number: usize, boot: &'static BootBlock) -> Self {
         let with_disk = number == 0 && boot.disk != 0;
         let disk = if with_disk { Some(DiskWork::start(boot.disk)) } else { None };
+        let with_card = number == 0 && boot.card != 0;
+        let card = if with_card { Some(Card::start(boot.card as u32)) } else { None };
         if number == 0 {
             // SAFETY: vCPU 0 alone, and before the only shared reference is made.
             unsafe { (*BEACON.0.get()).light() };
@@ -189,6 +195,8 @@ impl Cpu {
             disk,
             next_disk: 0,
             next_balloon: 0,
+            card,
+            next_card: 0,
             plugged: Plugged::new(),
             next_plugged: 0,
             started: cpu::ticks(),
@@ -218,6 +226,12 @@ impl Machine<Part> for Cpu {
             self.next_disk = now + DISK_MICROS;
             if let Some(disk) = &mut self.disk {
                 bugs = disk.turn();
+            }
+        }
+        if now >= self.next_card {
+            self.next_card = now + CARD_MICROS;
+            if let Some(card) = &mut self.card {
+                card.turn();
             }
         }
         if now >= self.next_plugged && self.number == 0 {

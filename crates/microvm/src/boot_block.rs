@@ -9,7 +9,7 @@ pub const BOOT_BLOCK: u64 = 0x1000;
 /// Where the program is linked to; below it are boot block, descriptor table and page tables.
 pub const PROGRAM: u64 = 0x10_0000;
 /// What the page begins with; it changes with the layout.
-pub const BOOT_MAGIC: u64 = 0x6f64_7769_7420_0003;
+pub const BOOT_MAGIC: u64 = 0x6f64_7769_7420_0004;
 /// The most vCPUs that the guest has stacks for.
 pub const MAX_CPUS: u32 = 32;
 /// The port at which the guest sleeps for so many microseconds. A guest with interrupts would halt;
@@ -39,6 +39,10 @@ pub const DISK_ON_PORTS: u32 = 2;
 pub const DISK_SLOT: u16 = 8;
 /// The first of the ports that it is given.
 pub const DISK_PORTS: u16 = 0xc000;
+/// The slot of its card, where it has one, which is another VMM's as well.
+pub const CARD_SLOT: u16 = 9;
+/// The first of the card's ports.
+pub const CARD_PORTS: u16 = 0xc100;
 /// Where it finds its balloon, another one.
 pub const BALLOON_MMIO: u64 = 0xd000_1000;
 /// The port of the serial line, COM1.
@@ -97,8 +101,10 @@ pub struct BootBlock {
     pub tsc_khz: u64,
     /// What the balloon takes, the `BALLOON_` bits; 0: there is none.
     pub balloon: u64,
+    /// The IPv4 address of the card; 0: there is none.
+    pub card: u64,
     /// Nothing.
-    pub rest: [u64; 504],
+    pub rest: [u64; 503],
 }
 
 const _: () = assert!(size_of::<BootBlock>() == 4096);

@@ -18,6 +18,8 @@
 //! the processor then has no reason to write the tables, and nothing changes memory behind the
 //! workload's back.
 
+use std::net::Ipv4Addr;
+
 use godwit_balloon::Features;
 use godwit_units::{ByteCount, PAGE_SIZE};
 use kvm_bindings::{kvm_regs, kvm_segment};
@@ -102,6 +104,10 @@ pub struct GuestPlan {
     /// In a machine of another VMM: it has a virtio disk for it in slot 8 of its first PCI bus, by
     /// ports, whose queue has 4 places. A page of it is written and another one read every 10 ms.
     pub disk_on_ports: bool,
+    /// In a machine of another VMM: it has a virtio card for it in slot 9 of its first PCI bus, by
+    /// ports, whose queues have 256 places. Who pings this address is answered, and who says
+    /// anything to it over TCP is said the same.
+    pub card_on_ports: Option<Ipv4Addr>,
 }
 
 /// What the guest finds beside memory and serial line.
@@ -211,7 +217,8 @@ pub(crate) fn place(
             let bit = |wanted: bool, bit| if wanted { bit } else { 0 };
             bit(features.hints, BALLOON_HINTS) | bit(features.reporting, BALLOON_REPORTING)
         }),
-        rest: [0; 504],
+        card: plan.card_on_ports.map_or(0, |address| u32::from(address).into()),
+        rest: [0; 503],
     };
     ram.write(BOOT_BLOCK, &boot_bytes(&block)).ok_or_else(misplaced)?;
     Ok(entry)
@@ -252,12 +259,15 @@ fn boot_bytes(block: &BootBlock) -> Vec<u8> {
         working_set,
         tsc_khz,
         balloon,
+        card,
         rest,
     } = block;
     let mut bytes = magic.to_le_bytes().to_vec();
     bytes.extend([mode, order, cpus, disk].iter().flat_map(|word| word.to_le_bytes()));
     bytes.extend(
-        [rate, fill, working_set, tsc_khz, balloon].iter().flat_map(|word| word.to_le_bytes()),
+        [rate, fill, working_set, tsc_khz, balloon, card]
+            .iter()
+            .flat_map(|word| word.to_le_bytes()),
     );
     bytes.extend(rest.iter().flat_map(|word| word.to_le_bytes()));
     bytes
@@ -448,6 +458,7 @@ mod tests {
         fill: None,
         working_set: None,
         disk_on_ports: false,
+        card_on_ports: None,
     };
 
     #[test]

@@ -11,7 +11,7 @@ use godwit_e2e::{LIMIT, Pair, check_moved};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, DiskImage, GuestConfig, Heard, Lan, QemuBuild, Silence, Style, TestVm, VmConfig,
-    builds_for, builds_in_turn_for, images_for, own_migration, skip,
+    builds_for, builds_in_turn_for, images_for, kvm_builds_in_turn_for, own_migration, skip,
 };
 use godwit_units::ByteCount;
 
@@ -26,6 +26,11 @@ const SURE_MS: f64 = 6.0;
 /// What is shorter is as good as nothing.
 const LEAST: Duration = Duration::from_millis(60);
 
+/// A network, where there may be one; else it is said.
+fn lan_for(test: &str) -> Option<Lan> {
+    Lan::create().map_err(|why| skip(test, format_args!("{why:#}"))).ok()
+}
+
 #[test]
 fn a_client_hears_its_guest_soon_after_a_move() -> anyhow::Result<()> {
     let test = "a_client_hears_its_guest_soon_after_a_move";
@@ -35,13 +40,7 @@ fn a_client_hears_its_guest_soon_after_a_move() -> anyhow::Result<()> {
     let builds = builds_for(test);
     // Of QEMU 7.2 no move by itself is asked for, which the tests of bounds do not either.
     let Some(newest) = builds.last() else { return Ok(()) };
-    let lan = match Lan::create() {
-        Ok(lan) => lan,
-        Err(why) => {
-            skip(test, format_args!("{why:#}"));
-            return Ok(());
-        }
-    };
+    let Some(lan) = lan_for(test) else { return Ok(()) };
     let image = DiskImage::create("raw", ByteCount(64 << 20))?;
     let own = silences(&lan, newest, &image, Mover::Qemu)?;
     let bound = quickest(&own).max(LEAST).mul_f64(SILENCE);
@@ -58,46 +57,59 @@ fn a_client_hears_its_guest_soon_after_a_move() -> anyhow::Result<()> {
 #[test]
 fn a_connection_outlives_moves_of_a_guest_with_anonymous_ram() -> anyhow::Result<()> {
     let test = "a_connection_outlives_moves_of_a_guest_with_anonymous_ram";
-    let lan = match Lan::create() {
-        Ok(lan) => lan,
-        Err(why) => {
-            skip(test, format_args!("{why:#}"));
-            return Ok(());
-        }
-    };
+    let Some(lan) = lan_for(test) else { return Ok(()) };
     for build in builds_in_turn_for(test) {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
         let config = config.with_backend(Backend::Anonymous).with_extra(&["-device", "VGA"]);
-        let mut pair = Pair::start_apart(&lan.attach(&config)?, &lan.attach(&config)?)?;
-        let (talk, pings) = (lan.talk()?, lan.ping()?);
+        a_connection_outlives_moves(&lan, &config)?;
+    }
+    Ok(())
+}
+
+/// The same at a processor's own speed.
+#[test]
+fn a_connection_outlives_moves_of_a_guest_on_kvm() -> anyhow::Result<()> {
+    let test = "a_connection_outlives_moves_of_a_guest_on_kvm";
+    let Some(lan) = lan_for(test) else { return Ok(()) };
+    for build in kvm_builds_in_turn_for(test) {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+        a_connection_outlives_moves(&lan, &config.with_backend(Backend::Anonymous).on_kvm())?;
+    }
+    Ok(())
+}
+
+fn a_connection_outlives_moves(lan: &Lan, config: &VmConfig) -> anyhow::Result<()> {
+    let build = &config.build;
+    let mut pair = Pair::start_apart(&lan.attach(config)?, &lan.attach(config)?)?;
+    pair.godwit = lan.place(&pair.godwit);
+    let (talk, pings) = (lan.talk()?, lan.ping()?);
+    talk.await_answers(ANSWERS)?;
+    pings.await_answers(ANSWERS, LIMIT)?;
+    let began = Instant::now();
+    let mut downtimes = Vec::new();
+    for _ in 0..MOVES {
+        let (migrate, _) = pair.migrate(&["--verify"])?;
+        check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
+        downtimes.push(migrate.last()["downtime_ms"].clone());
+        pair.source.kill();
         talk.await_answers(ANSWERS)?;
         pings.await_answers(ANSWERS, LIMIT)?;
-        let began = Instant::now();
-        let mut downtimes = Vec::new();
-        for _ in 0..MOVES {
-            let (migrate, _) = pair.migrate(&["--verify"])?;
-            check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
-            downtimes.push(migrate.last()["downtime_ms"].clone());
-            pair.source.kill();
-            talk.await_answers(ANSWERS)?;
-            pings.await_answers(ANSWERS, LIMIT)?;
-            let next = TestVm::destination(&lan.attach(&config)?)?;
-            pair.move_on(next);
-        }
-        let (talked, pinged) = (talk.finish()?, pings.finish()?);
-        ensure!(pair.source.errors() == "", "{}", pair.source.errors());
-        let longest = |heard: &Heard| {
-            let silence = heard.longest_silence(began, Instant::now());
-            silence.as_ref().map(Silence::length).context("nothing was heard")
-        };
-        let (by_talk, by_pings) = (longest(&talked)?, longest(&pinged)?);
-        let count = talked.answered.len();
-        println!(
-            "{build}: {count} messages, the longest silence {by_talk:?}, of pings {by_pings:?} \
-             ({} lost); downtimes {downtimes:?} ms",
-            pinged.lost()
-        );
+        let next = TestVm::destination(&lan.attach(config)?)?;
+        pair.move_on(next);
     }
+    let (talked, pinged) = (talk.finish()?, pings.finish()?);
+    ensure!(pair.source.errors() == "", "{}", pair.source.errors());
+    let longest = |heard: &Heard| {
+        let silence = heard.longest_silence(began, Instant::now());
+        silence.as_ref().map(Silence::length).context("nothing was heard")
+    };
+    let (by_talk, by_pings) = (longest(&talked)?, longest(&pinged)?);
+    let count = talked.answered.len();
+    println!(
+        "{build}: {count} messages, the longest silence {by_talk:?}, of pings {by_pings:?} \
+         ({} lost); downtimes {downtimes:?} ms",
+        pinged.lost()
+    );
     Ok(())
 }
 
@@ -107,64 +119,74 @@ fn no_packet_is_lost_in_a_move() -> anyhow::Result<()> {
     // Mutations: nothing is kept; nothing is carried; nothing is put into the interface; what came
     // before the guest stopped is not left out.
     let test = "no_packet_is_lost_in_a_move";
-    let lan = match Lan::create() {
-        Ok(lan) => lan,
-        Err(why) => {
-            skip(test, format_args!("{why:#}"));
-            return Ok(());
-        }
-    };
+    let Some(lan) = lan_for(test) else { return Ok(()) };
     for build in builds_for(test) {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
-        let config = config.with_backend(Backend::Anonymous);
-        let mut pair = Pair::start_apart(&lan.attach(&config)?, &lan.attach(&config)?)?;
-        let outside = pair.godwit.clone();
-        let post_copy: &[&str] = &["--postcopy", "now", "--reconnect", "60s"];
-        let ways = [
-            ("carried", [].as_slice()),
-            ("behind it", post_copy),
-            ("not wanted", &["--late-packets", "off"]),
-            ("from elsewhere", &[]),
-        ];
-        for (way, options) in ways {
-            let from_elsewhere = way == "from elsewhere";
-            pair.godwit = if from_elsewhere { outside.clone() } else { lan.place(&outside) };
-            let pings = lan.ping()?;
-            pings.await_answers(ANSWERS, LIMIT)?;
-            let began = Instant::now();
-            let (migrate, receive) = pair.migrate(options)?;
-            check_moved(&mut pair, &migrate).with_context(|| format!("{build}, {way}"))?;
-            pings.await_answers(ANSWERS, LIMIT)?;
-            let heard = pings.finish()?;
-            // What a switch sends everywhere before it knows better waits at the destination, too.
-            let repeated = heard.repeated.iter().filter(|asked| **asked > began).count();
-            let lost = heard.lost();
-            let [carried, delivered] = [&migrate, &receive].map(|it| &it.last()["late_packets"]);
-            let found = format!(
-                "{build}, {way}: {carried} packets carried, {delivered} delivered, {lost} pings \
-                 lost, {repeated} answered twice"
-            );
-            println!("{found}");
-            let (carried, delivered) = (carried.as_u64(), delivered.as_u64());
-            // Some was asked within a downtime of this length.
-            let some = u64::from(migrate.last()["downtime_ms"].as_f64() > Some(SURE_MS));
-            ensure!(
-                match way {
-                    // To enter the network of a machine takes what a destination gives up.
-                    "from elsewhere" =>
-                        carried >= Some(some) && delivered == Some(0) && lost as u64 >= some,
-                    "not wanted" =>
-                        carried == Some(0) && delivered == Some(0) && lost as u64 >= some,
-                    _ => carried >= Some(some) && delivered == carried && lost == 0,
-                },
-                "{found}"
-            );
-            // What the guest had before it stopped may be carried as well, and nothing else.
-            ensure!(Some(repeated as u64) <= carried, "{found}");
-            pair.source.kill();
-            let next = TestVm::destination(&lan.attach(&config)?)?;
-            pair.move_on(next);
-        }
+        no_packet_is_lost(&lan, &config.with_backend(Backend::Anonymous))?;
+    }
+    Ok(())
+}
+
+/// The same at a processor's own speed.
+#[test]
+fn no_packet_is_lost_in_a_move_on_kvm() -> anyhow::Result<()> {
+    let test = "no_packet_is_lost_in_a_move_on_kvm";
+    let Some(lan) = lan_for(test) else { return Ok(()) };
+    for build in kvm_builds_in_turn_for(test) {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+        no_packet_is_lost(&lan, &config.with_backend(Backend::Anonymous).on_kvm())?;
+    }
+    Ok(())
+}
+
+fn no_packet_is_lost(lan: &Lan, config: &VmConfig) -> anyhow::Result<()> {
+    let build = &config.build;
+    let mut pair = Pair::start_apart(&lan.attach(config)?, &lan.attach(config)?)?;
+    let outside = pair.godwit.clone();
+    let post_copy: &[&str] = &["--postcopy", "now", "--reconnect", "60s"];
+    let ways = [
+        ("carried", [].as_slice()),
+        ("behind it", post_copy),
+        ("not wanted", &["--late-packets", "off"]),
+        ("from elsewhere", &[]),
+    ];
+    for (way, options) in ways {
+        let from_elsewhere = way == "from elsewhere";
+        pair.godwit = if from_elsewhere { outside.clone() } else { lan.place(&outside) };
+        let pings = lan.ping()?;
+        pings.await_answers(ANSWERS, LIMIT)?;
+        let began = Instant::now();
+        let (migrate, receive) = pair.migrate(options)?;
+        check_moved(&mut pair, &migrate).with_context(|| format!("{build}, {way}"))?;
+        pings.await_answers(ANSWERS, LIMIT)?;
+        let heard = pings.finish()?;
+        // What a switch sends everywhere before it knows better waits at the destination, too.
+        let repeated = heard.repeated.iter().filter(|asked| **asked > began).count();
+        let lost = heard.lost();
+        let [carried, delivered] = [&migrate, &receive].map(|it| &it.last()["late_packets"]);
+        let found = format!(
+            "{build}, {way}: {carried} packets carried, {delivered} delivered, {lost} pings \
+             lost, {repeated} answered twice"
+        );
+        println!("{found}");
+        let (carried, delivered) = (carried.as_u64(), delivered.as_u64());
+        // Some was asked within a downtime of this length.
+        let some = u64::from(migrate.last()["downtime_ms"].as_f64() > Some(SURE_MS));
+        ensure!(
+            match way {
+                // To enter the network of a machine takes what a destination gives up.
+                "from elsewhere" =>
+                    carried >= Some(some) && delivered == Some(0) && lost as u64 >= some,
+                "not wanted" => carried == Some(0) && delivered == Some(0) && lost as u64 >= some,
+                _ => carried >= Some(some) && delivered == carried && lost == 0,
+            },
+            "{found}"
+        );
+        // What the guest had before it stopped may be carried as well, and nothing else.
+        ensure!(Some(repeated as u64) <= carried, "{found}");
+        pair.source.kill();
+        let next = TestVm::destination(&lan.attach(config)?)?;
+        pair.move_on(next);
     }
     Ok(())
 }

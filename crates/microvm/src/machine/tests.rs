@@ -72,6 +72,7 @@ fn rig(test: &str, plan: &MachinePlan, mode: Option<GuestMode>) -> Option<Rig> {
         fill: None,
         working_set: None,
         disk_on_ports: false,
+        card_on_ports: None,
     });
     let (output, (events_in, events)) = (Output::default(), channel());
     let machine = Machine::new(plan, guest.as_ref(), Box::new(output.clone()), &events_in).unwrap();

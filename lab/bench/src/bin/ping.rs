@@ -5,7 +5,7 @@
 //! as godwit tells them, and the time from the guest's first instruction to its first answer, in
 //! which the guest's processor either ran or waited for one of the host's. In moves of their own,
 //! a client talks over one TCP connection instead, and counts how long it waits for an answer
-//! beyond the downtime. Keeps one promise: what is said of the client was seen by the client.
+//! beyond the downtime; also of a guest on KVM. Keeps one promise: what is said of the client was seen by the client.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,8 +19,8 @@ use godwit_bench::report::{Better, Report, median};
 use godwit_bench::table::{Column, Table, figure};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Godwit, GuestConfig, Lan, QemuBuild, Style, TestVm, VmConfig, builds_for,
-    own_migration,
+    Backend, DiskImage, Godwit, GuestConfig, Lan, QemuBuild, Style, TestVm, VmConfig, builds_for,
+    kvm_builds_for, own_migration,
 };
 use godwit_units::ByteCount;
 use serde_json::{Map, Value, json};
@@ -48,6 +48,15 @@ fn main() -> anyhow::Result<()> {
     let image = DiskImage::create("raw", ByteCount(64 << 20))?;
     for build in &builds_for("bench ping") {
         measure(&mut report, &lan, build, &image, moves)?;
+    }
+    for build in &kvm_builds_for("bench ping on KVM") {
+        let config = VmConfig::new(build, GuestConfig::small(Mode::Rate)).on_kvm();
+        let config = config.with_backend(Backend::Anonymous);
+        let mut source = TestVm::source(&lan.attach(&config)?)?;
+        source.wait_ready(LIMIT)?;
+        let name = format!("{build} on KVM");
+        let figures = over_tcp(&mut report, &name, (&lan, &config), &mut source, moves)?;
+        report.figure(&name, figures);
     }
     report.finish()?;
     Ok(())
@@ -115,14 +124,15 @@ fn measure(
         1.5,
         Better::Lower,
     );
-    let over_tcp = over_tcp(report, lan, &config, &mut source, moves)?;
+    let name = build.to_string();
+    let over_tcp = over_tcp(report, &name, (lan, &config), &mut source, moves)?;
     let figures = json!({
         "qemu_silence_ms": qemu,
         "godwit": medians,
         "moves": list,
         "over_tcp": over_tcp,
     });
-    report.figure(&build.to_string(), figures);
+    report.figure(&name, figures);
     Ok(())
 }
 
@@ -144,13 +154,12 @@ const TCP_TABLE: Table<[Talked; 2]> = Table(&[
 /// breaks is an error, whoever moved.
 fn over_tcp(
     report: &mut Report,
-    lan: &Lan,
-    config: &VmConfig,
+    name: &str,
+    (lan, config): (&Lan, &VmConfig),
     source: &mut TestVm,
     moves: usize,
 ) -> anyhow::Result<Value> {
-    let build = &config.build;
-    println!("\n{build}, ms: the silence of a client that talks over TCP, beside the downtime");
+    println!("\n{name}, ms: the silence of a client that talks over TCP, beside the downtime");
     TCP_TABLE.print_head();
     let mut rows = Vec::new();
     for _ in 0..moves {
@@ -179,14 +188,14 @@ fn over_tcp(
     };
     let beyond = |it: &Talked| it.silence - it.downtime;
     report.target(
-        format!("{build}: a TCP client's silence beyond the downtime, ms"),
+        format!("{name}: a TCP client's silence beyond the downtime, ms"),
         middle(1, beyond),
         20.0,
         Better::Lower,
     );
     let silence = |it: &Talked| it.silence;
     report.target(
-        format!("{build}: a TCP client's silence, times that of QEMU's own migration"),
+        format!("{name}: a TCP client's silence, times that of QEMU's own migration"),
         middle(1, silence) / middle(0, silence),
         1.0,
         Better::Lower,

@@ -60,15 +60,16 @@ fn plan(guest: &GuestConfig) -> anyhow::Result<GuestPlan> {
             (mode_of, if mode == Mode::Rate { guest.rate.max(1) } else { 0 })
         }
     };
-    if (guest.build, guest.address) != (BuildWork::default(), None) {
-        bail!("the guest on KVM uses no networks, and has no processes");
+    if guest.build != BuildWork::default() {
+        bail!("the guest on KVM has no processes");
     }
     let disk_on_ports = !guest.disk.is_idle();
     if disk_on_ports && guest.disk != DISK_WORK {
         bail!("the guest on KVM writes and reads disks at its own pace only: {DISK_WORK:?}");
     }
     let (fill, working_set) = (Some(guest.fill), Some(guest.working_set));
-    Ok(GuestPlan { mode, rate, fill, working_set, disk_on_ports })
+    let card_on_ports = guest.address.map(|address| address.host);
+    Ok(GuestPlan { mode, rate, fill, working_set, disk_on_ports, card_on_ports })
 }
 
 struct Memory {
