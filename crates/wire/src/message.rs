@@ -398,7 +398,7 @@ pub enum Message {
     /// D: what its host has. Before the answer to an inquiry of a source that has
     /// [`Feature::Facts`](crate::Feature::Facts).
     Facts(Facts),
-    /// S: behind Running, a packet that came for a card of the guest's while it stood still: a
+    /// S: behind Commit, a packet that came for a card of the guest's while it stood still: a
     /// `struct virtio_net_hdr` of 10 bytes (linux/virtio_net.h), little-endian, and an Ethernet
     /// frame. Only with [`Feature::LatePackets`](crate::Feature::LatePackets).
     LatePacket(Vec<u8>),

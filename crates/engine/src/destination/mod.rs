@@ -579,6 +579,12 @@ impl Destination<'_> {
                     self.session.linger();
                 }
                 let said = self.session.say(&Message::Running);
+                // What had come for its cards before it ran here waits for nothing more.
+                while self.takes_packets()
+                    && let Some(packet) = self.session.packet()
+                {
+                    self.deliver(packet);
+                }
                 // Switches learn the new place; a guest without a network card has nothing to
                 // announce.
                 let _ = self.vm.announce();

@@ -5,6 +5,7 @@
 //! Once COMMIT was seen the guest is ours: a wish to cancel and the end of the machine are not
 //! heard here any more, but for a wish to end the wait for a source that was lost.
 
+use std::cell::RefCell;
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -65,6 +66,8 @@ pub(super) struct Session<'a> {
     interrupt: Interrupt,
     events: Receiver<Event>,
     events_in: SyncSender<Event>,
+    /// What came next when only a packet was wanted.
+    ahead: RefCell<Option<Event>>,
     /// Who else comes.
     door: Door,
     control: Arc<ControlWriter>,
@@ -123,6 +126,7 @@ impl<'a> Session<'a> {
             interrupt: Interrupt::new(cancel),
             events,
             events_in,
+            ahead: RefCell::default(),
             door,
             control,
             connection: 0,
@@ -170,6 +174,7 @@ impl<'a> Session<'a> {
             interrupt,
             events,
             events_in,
+            ahead: RefCell::default(),
             door,
             control,
             connection: 0,
@@ -568,10 +573,31 @@ impl<'a> Session<'a> {
     /// What the source says within `limit`. What an earlier connection ended with is of no
     /// interest.
     fn event(&self, limit: Duration) -> Result<Option<Message>, EngineError> {
-        match self.events.recv_timeout(limit) {
+        let next = match self.ahead.take() {
+            Some(event) => Ok(event),
+            None => self.events.recv_timeout(limit),
+        };
+        match next {
             Ok(Event { connection, message }) if connection == self.connection => message.map(Some),
             Ok(_) | Err(RecvTimeoutError::Timeout) => Ok(None),
             Err(RecvTimeoutError::Disconnected) => Err(EngineError::Panicked("control")),
+        }
+    }
+
+    /// The packet for a card that is here already, if that is what comes next.
+    pub(super) fn packet(&self) -> Option<Vec<u8>> {
+        let mut ahead = self.ahead.borrow_mut();
+        let next = ahead.take().or_else(|| self.events.try_recv().ok());
+        match next {
+            Some(Event { connection, message: Ok(Message::LatePacket(packet)) })
+                if connection == self.connection =>
+            {
+                Some(packet)
+            }
+            other => {
+                *ahead = other;
+                None
+            }
         }
     }
 
@@ -687,9 +713,10 @@ impl<'a> Session<'a> {
     pub(super) fn end(self, matters: bool) -> Option<(AbortCode, String)> {
         self.control.finish();
         drop(self.door);
+        let mut ahead = self.ahead.into_inner();
         let until = Instant::now() + limits::ABORT;
         while matters && Instant::now() < until {
-            match self.events.recv_timeout(limits::TICK) {
+            match ahead.take().map_or_else(|| self.events.recv_timeout(limits::TICK), Ok) {
                 Ok(Event { message: Ok(Message::Abort { code, text }), .. }) => {
                     return Some((code, text));
                 }

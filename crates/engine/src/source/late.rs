@@ -1,20 +1,24 @@
 //! Carrying to the destination what comes for the guest's cards while it stands still.
 //!
 //! A packet that is lost costs a client its timer, for TCP 200 ms and more: many times the
-//! downtime. Nobody is slowed down for the packets: they are looked for once the guest runs at the
-//! destination, and what fails in it is lost as it would have been.
+//! downtime. Nobody is slowed down for the packets: the first of them are sent behind COMMIT, while
+//! the destination runs the guest, the others when it runs, and what fails in it is lost as it
+//! would have been.
 
 use std::time::{Duration, Instant};
 
 use godwit_wire::{Feature, Message, PACKET_LIMIT};
 
 use super::Source;
+use crate::limits;
 
 /// A network that sends nothing more for this long has learned where the guest is: switches do so
 /// by its first packet, with which it announces itself.
 const QUIET: Duration = Duration::from_millis(10);
-/// What there is already is not carried for longer than this, where other work waits.
+/// What there is already is not carried for longer than this, and no more of it, where other work
+/// waits.
 const BURST: Duration = Duration::from_millis(5);
+const BURST_BYTES: usize = 256 << 10;
 /// From the stop on. What is older was sent again, or is of no use any more; and a network that has
 /// not learned by then is not waited for.
 const LIMIT: Duration = Duration::from_secs(1);
@@ -36,24 +40,24 @@ impl Source<'_> {
         self.packets_since = self.has_cards.then(Instant::now);
     }
 
-    /// With the guest running at the destination: carries there what has come for its cards since
-    /// it was stopped.
+    /// With the guest given away: carries to the destination what has come for its cards since it
+    /// was stopped.
     pub(super) fn carry_what_has_come(&mut self) {
-        self.carry(Duration::ZERO, BURST);
+        self.carry(Duration::ZERO, (BURST, BURST_BYTES));
     }
 
     /// The same, and what comes until the network has learned where the guest is. Nothing is kept
     /// from then on.
     pub(super) fn carry_what_comes(&mut self) {
-        self.carry(QUIET, LIMIT);
+        self.carry(QUIET, (LIMIT, usize::MAX));
         self.keep_no_packets();
     }
 
-    fn carry(&mut self, wait: Duration, limit: Duration) {
+    fn carry(&mut self, wait: Duration, (limit, most): (Duration, usize)) {
         let Some(since) = self.packets_since else { return };
-        let began = Instant::now();
-        while since.elapsed() < LIMIT {
-            if began.elapsed() >= limit {
+        let (began, mut bytes) = (Instant::now(), 0);
+        while since.elapsed() < LIMIT && self.meter.packets() < limits::LATE_PACKETS {
+            if began.elapsed() >= limit || bytes >= most {
                 return;
             }
             let packet = self.vm.late_packets().and_then(|late| late.next(wait));
@@ -61,6 +65,7 @@ impl Source<'_> {
             if packet.len() > PACKET_LIMIT {
                 continue;
             }
+            bytes += packet.len();
             if self.session.say(&Message::LatePacket(packet)).is_err() {
                 // Part of it may be on its way, and what is said behind that would be taken for
                 // the rest.

@@ -259,6 +259,11 @@ impl Meter {
         self.measures.late_packets += 1;
     }
 
+    /// How many were.
+    pub(super) fn packets(&self) -> u64 {
+        self.measures.late_packets
+    }
+
     /// The device state had so many bytes.
     pub(super) fn state_passed(&mut self, bytes: ByteCount) {
         self.measures.device_state = bytes;

@@ -646,7 +646,10 @@ impl Source<'_> {
                 if self.leaves {
                     self.session.never_give_up();
                 }
-                self.session.commit().map(|()| None)
+                self.session.commit()?;
+                // Whether it runs there or comes back, what is sent now keeps nobody waiting.
+                self.carry_what_has_come();
+                Ok(None)
             }
             (A::Resolve, _) => self.resolve().map(Some),
             (A::SendFarewell, stage) => {

@@ -263,8 +263,9 @@ pub trait LatePackets {
 
     /// The next one of them, waiting up to `wait`: a `struct virtio_net_hdr` of 10 bytes
     /// (linux/virtio_net.h), little-endian, and an Ethernet frame, at most
-    /// [`godwit_wire::PACKET_LIMIT`] bytes in all. Called when the guest runs elsewhere. One that
-    /// has nothing to wait for returns at once.
+    /// [`godwit_wire::PACKET_LIMIT`] bytes in all. Called when the guest was given away; should it
+    /// come back all the same, it has what was sent to it from where it would have had it. One
+    /// that has nothing to wait for returns at once.
     fn next(&mut self, wait: Duration) -> Option<Vec<u8>>;
 
     /// Nothing is kept any more. [`SourceVm::resume`](super::SourceVm::resume) and
