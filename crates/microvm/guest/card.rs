@@ -1,6 +1,7 @@
 //! The card: a virtio network device (virtio 1.2, 5.1, as it is by ports), which answers who asks
-//! for its address (RFC 826) and who pings it (RFC 792), and says the same to who talks with it over
-//! one TCP connection at a time, at any port (RFC 9293). A client sees by it when the guest runs.
+//! for its address (RFC 826) and who pings it (RFC 792), and says the same to who talks with it
+//! over one TCP connection at a time, at any port (RFC 9293). A client sees by it when the guest
+//! runs.
 //!
 //! Nothing is sent again: the network between a guest and its switch loses nothing of what a guest
 //! has sent, and what is lost on the way here the client sends again.

@@ -25,8 +25,8 @@ const CONFIG: u16 = 20;
 pub struct Ports(u16);
 
 impl Ports {
-    /// Finds the device of the kind `kind` in this slot, gives it these ports and begins to bring it
-    /// up.
+    /// Finds the device of the kind `kind` in this slot, gives it these ports and begins to bring
+    /// it up.
     pub fn begin(kind: u32, slot: u16, ports: u16) -> Self {
         let word = |offset: u32| 0x8000_0000 | u32::from(slot) << 11 | offset;
         put32(ADDRESS, word(0));

@@ -5,7 +5,8 @@
 //! as godwit tells them, and the time from the guest's first instruction to its first answer, in
 //! which the guest's processor either ran or waited for one of the host's. In moves of their own,
 //! a client talks over one TCP connection instead, and counts how long it waits for an answer
-//! beyond the downtime; also of a guest on KVM. Keeps one promise: what is said of the client was seen by the client.
+//! beyond the downtime; also of a guest on KVM. Keeps one promise: what is said of the client was
+//! seen by the client.
 
 use std::path::PathBuf;
 use std::sync::Arc;
