@@ -149,7 +149,7 @@ fn what_came_while_it_stood_still_is_not_behind_its_memory() {
     assert_eq!(moved.found.delivered, [vec![1; 60], vec![2; 60]]);
     assert_eq!(moved.received.as_ref().unwrap().late_packets, 2);
     let waits = &moved.source.card.waits;
-    assert!(waits[..3].iter().all(Duration::is_zero), "pages are waited for: {waits:?}");
+    assert!(waits.iter().take(3).all(Duration::is_zero), "pages are waited for: {waits:?}");
     assert!(moved.source.card.ended, "what comes later is of no use any more");
 }
 

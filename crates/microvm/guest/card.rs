@@ -17,7 +17,7 @@ use crate::virtio::{DEVICE_WRITES, Descriptor, Queue, Shared};
 const NETWORK_CARD: u32 = 1;
 const RECEIVE: u16 = 0;
 const SEND: u16 = 1;
-/// As many as QEMU's cards have at least.
+/// As many as QEMU's cards have if nothing else is said.
 const PLACES: usize = 256;
 const BUFFERS: usize = 32;
 const BUFFER_LEN: usize = 2048;
@@ -156,11 +156,11 @@ impl Card {
         }
         let from = TCP + usize::from(frame[TCP + 12] >> 4) * 4;
         let (flags, number) = (frame[TCP + 13], number32(frame, TCP + 4));
-        let count = end.checked_sub(from)?;
-        let said = &[FIN, SYN, RST].map(|flag| flags & flag != 0);
-        let (answer, ours, data) = match said {
+        let count = end.checked_sub(from).filter(|_| from >= DATA)?;
+        let (answer, ours, data) = match &[FIN, SYN, RST].map(|flag| flags & flag != 0) {
             [_, _, true] => return None,
-            [_, true, _] => {
+            // One that comes again begins nothing anew.
+            [_, true, _] if self.ours == 1 || number.wrapping_add(1) != self.theirs => {
                 (self.theirs, self.ours) = (number.wrapping_add(1), 1);
                 frame[DATA..DATA + 4].copy_from_slice(&LONGEST_SEGMENT);
                 (SYN | ACK, 0, LONGEST_SEGMENT.len())

@@ -12,7 +12,6 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsFd;
-use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -74,7 +73,6 @@ pub(crate) fn mac_in(line: &str) -> Option<Mac> {
 /// them (`tun_chr_show_fdinfo` in its drivers/net/tun.c).
 fn taps_of(pid: i32) -> BTreeMap<i32, String> {
     let taps = descriptors(pid).into_iter().flatten().filter_map(|descriptor| {
-        descriptor.target().filter(|path| path == Path::new("/dev/net/tun"))?;
         let number = descriptor.number;
         let text = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).ok()?;
         let name = text.lines().find_map(|line| line.strip_prefix("iff:"))?.trim();
@@ -93,6 +91,9 @@ fn cards(qmp: &mut dyn Monitor, pid: i32) -> Result<Vec<Card>, QmpError> {
             Behind::Interface(name) => taps.values().find(|tap| *tap == name),
             Behind::Descriptor(number) => taps.get(&number),
         };
+        if interface.is_none() {
+            tracing::info!(%mac, "QEMU has no such tap open: packets that come late are lost");
+        }
         Some(Card { mac, interface: interface?.clone() })
     });
     Ok(found.collect())
@@ -179,6 +180,8 @@ impl Outlets {
                 }
             });
             if let Some(packet) = found {
+                // The others are next.
+                self.0.rotate_left(1);
                 return Some(packet.into_bytes());
             }
             let left = until.saturating_duration_since(Instant::now());

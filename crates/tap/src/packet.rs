@@ -51,7 +51,7 @@ impl Packet {
         &self.0
     }
 
-    /// The same.
+    /// Its bytes, without a copy.
     #[must_use]
     pub fn into_bytes(self) -> Vec<u8> {
         self.0

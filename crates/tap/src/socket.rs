@@ -77,7 +77,7 @@ impl Outlet {
                     }
                 }
                 Err(Errno::AGAIN) => return Ok(None),
-                // One whose division has no words in its header.
+                // One of a kind of segmentation that the header has no number for.
                 Err(Errno::INTR | Errno::INVAL) => {}
                 Err(errno) => return Err(errno.into()),
             }

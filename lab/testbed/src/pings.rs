@@ -21,6 +21,8 @@ use crate::netns::enter;
 
 /// Between two questions.
 const INTERVAL: Duration = Duration::from_millis(5);
+/// For an answer to the last question.
+const LATE: Duration = Duration::from_secs(1);
 /// Questions have a number of 16 bits.
 const NUMBERS: usize = 1 << 16;
 // ICMP (RFC 792).
@@ -40,8 +42,10 @@ pub struct Pings {
 pub struct Heard {
     /// When it asked.
     pub asked: Vec<Instant>,
-    /// When it was answered; of those that were asked before the last answer, the others were lost.
+    /// When it was answered.
     pub answered: Vec<Instant>,
+    /// Which questions were, by their places in `asked`.
+    pub heard_of: HashSet<usize>,
     /// When it had asked what was answered again, since the question had reached the guest twice.
     pub repeated: Vec<Instant>,
 }
@@ -73,11 +77,18 @@ impl Heard {
             .max_by_key(Silence::length)
     }
 
-    /// How many questions were never answered.
+    /// How many questions behind `from` were never answered.
     #[must_use]
-    pub fn lost(&self) -> usize {
-        let Some(last) = self.answered.last() else { return self.asked.len() };
-        self.asked.iter().filter(|asked| *asked < last).count().saturating_sub(self.answered.len())
+    pub fn lost(&self, from: Instant) -> usize {
+        let asked = self.asked.iter().enumerate().filter(|(_, asked)| **asked >= from);
+        asked.filter(|(number, _)| !self.heard_of.contains(number)).count()
+    }
+
+    /// The longest time behind `from` in which it did not ask.
+    #[must_use]
+    pub fn longest_rest(&self, from: Instant) -> Duration {
+        let pairs = self.asked.windows(2).filter(|pair| pair[1] > from);
+        pairs.map(|pair| pair[1] - pair[0]).max().unwrap_or(Duration::MAX)
     }
 }
 
@@ -134,10 +145,16 @@ fn ask_and_hear(
     let mut heard = Heard::default();
     let mut next = Instant::now();
     let mut packet = [0; 2048];
-    let mut answered = HashSet::new();
-    while !ends.load(Ordering::Relaxed) {
+    let mut until = None;
+    // What was asked last is heard of as well, unless it is lost.
+    while until
+        .is_none_or(|until| Instant::now() < until && heard.heard_of.len() < heard.asked.len())
+    {
         let now = Instant::now();
-        if now >= next {
+        if ends.load(Ordering::Relaxed) {
+            until.get_or_insert(now + LATE);
+        }
+        if now >= next && until.is_none() {
             let number = heard.asked.len() as u16;
             heard.asked.push(now);
             // Until the guest's card is up nobody answers for it, and the kernel says so.
@@ -145,7 +162,8 @@ fn ask_and_hear(
                 sendto(socket, &echo(number), SendFlags::DONTWAIT, &SocketAddrV4::new(guest, 0));
             next = (next + INTERVAL).max(now);
         }
-        let wait = Timespec::try_from(next.saturating_duration_since(Instant::now()))?;
+        let wait = if until.is_none() { next.saturating_duration_since(now) } else { INTERVAL };
+        let wait = Timespec::try_from(wait)?;
         poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&wait)).context("cannot wait")?;
         while let Ok((_, length)) = recv(socket, &mut packet[..], RecvFlags::DONTWAIT) {
             // With its IP header, whose length stands in its first byte (raw(7)).
@@ -159,7 +177,7 @@ fn ask_and_hear(
             let number = u16::from_be_bytes([answer[6], answer[7]]);
             let turn = heard.asked.len().saturating_sub(1 + usize::from(number));
             let question = turn / NUMBERS * NUMBERS + usize::from(number);
-            if answered.insert(question) {
+            if heard.heard_of.insert(question) {
                 heard.answered.push(Instant::now());
                 answers.fetch_add(1, Ordering::Relaxed);
             } else {
@@ -194,6 +212,7 @@ mod tests {
         let heard = Heard {
             asked: [0, 5, 10, 15, 20, 25, 90].map(at).into(),
             answered: [1, 6, 40, 41].map(at).into(),
+            heard_of: [0, 1, 4, 5].into(),
             repeated: Vec::new(),
         };
         let silence = heard.longest_silence(at(0), at(100)).unwrap();
@@ -201,6 +220,7 @@ mod tests {
         assert_eq!(silence.length(), Duration::from_millis(34));
         assert_eq!(heard.longest_silence(at(0), at(3)).unwrap().length(), Duration::from_millis(5));
         assert_eq!(heard.longest_silence(at(50), at(60)), None);
-        assert_eq!(heard.lost(), 2, "of six that an answer followed four were answered");
+        assert_eq!((heard.lost(at(0)), heard.lost(at(11))), (3, 2));
+        assert_eq!(heard.longest_rest(at(11)), Duration::from_millis(65));
     }
 }

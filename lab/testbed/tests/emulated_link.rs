@@ -87,7 +87,7 @@ fn as_many_packets_are_lost_as_it_is_told() {
     let Some(link) = link("as_many_packets_are_lost_as_it_is_told", &conditions) else { return };
     let heard = heard(&link, 500);
     // Question or answer: 1 - 0.9².
-    let share = heard.lost() as f64 / heard.asked.len() as f64;
+    let share = heard.lost(heard.asked[0]) as f64 / heard.asked.len() as f64;
     println!("lost: {:.1} %", share * 100.0);
     assert!((0.13..0.25).contains(&share), "{share}");
 }

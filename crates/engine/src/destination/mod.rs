@@ -580,7 +580,9 @@ impl Destination<'_> {
                 }
                 let said = self.session.say(&Message::Running);
                 // What had come for its cards before it ran here waits for nothing more.
+                let until = Instant::now() + limits::LATE_BURST;
                 while self.takes_packets()
+                    && Instant::now() < until
                     && let Some(packet) = self.session.packet()
                 {
                     self.deliver(packet);

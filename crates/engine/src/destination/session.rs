@@ -5,7 +5,7 @@
 //! Once COMMIT was seen the guest is ours: a wish to cancel and the end of the machine are not
 //! heard here any more, but for a wish to end the wait for a source that was lost.
 
-use std::cell::RefCell;
+use std::cell::Cell;
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ pub(super) struct Session<'a> {
     events: Receiver<Event>,
     events_in: SyncSender<Event>,
     /// What came next when only a packet was wanted.
-    ahead: RefCell<Option<Event>>,
+    ahead: Cell<Option<Event>>,
     /// Who else comes.
     door: Door,
     control: Arc<ControlWriter>,
@@ -126,7 +126,7 @@ impl<'a> Session<'a> {
             interrupt: Interrupt::new(cancel),
             events,
             events_in,
-            ahead: RefCell::default(),
+            ahead: Cell::default(),
             door,
             control,
             connection: 0,
@@ -174,7 +174,7 @@ impl<'a> Session<'a> {
             interrupt,
             events,
             events_in,
-            ahead: RefCell::default(),
+            ahead: Cell::default(),
             door,
             control,
             connection: 0,
@@ -561,7 +561,8 @@ impl<'a> Session<'a> {
 
     /// What the source gave up by, or its connection was lost by, of all that it said.
     fn end_of_events(&self) -> Option<EngineError> {
-        let mut events = self.events.try_iter().filter(|it| it.connection == self.connection);
+        let events = self.ahead.take().into_iter().chain(self.events.try_iter());
+        let mut events = events.filter(|it| it.connection == self.connection);
         events.find_map(|event| event.message.and_then(not_aborted).err())
     }
 
@@ -586,8 +587,7 @@ impl<'a> Session<'a> {
 
     /// The packet for a card that is here already, if that is what comes next.
     pub(super) fn packet(&self) -> Option<Vec<u8>> {
-        let mut ahead = self.ahead.borrow_mut();
-        let next = ahead.take().or_else(|| self.events.try_recv().ok());
+        let next = self.ahead.take().or_else(|| self.events.try_recv().ok());
         match next {
             Some(Event { connection, message: Ok(Message::LatePacket(packet)) })
                 if connection == self.connection =>
@@ -595,7 +595,7 @@ impl<'a> Session<'a> {
                 Some(packet)
             }
             other => {
-                *ahead = other;
+                self.ahead.set(other);
                 None
             }
         }

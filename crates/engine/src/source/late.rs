@@ -11,14 +11,16 @@ use godwit_wire::{Feature, Message, PACKET_LIMIT};
 
 use super::Source;
 use crate::limits;
+use crate::vm::LatePackets;
 
 /// A network that sends nothing more for this long has learned where the guest is: switches do so
 /// by its first packet, with which it announces itself.
 const QUIET: Duration = Duration::from_millis(10);
 /// What there is already is not carried for longer than this, and no more of it, where other work
-/// waits.
+/// waits: a destination that is running the guest does not read it yet.
 const BURST: Duration = Duration::from_millis(5);
 const BURST_BYTES: usize = 256 << 10;
+const BURST_PACKETS: u64 = 128;
 /// From the stop on. What is older was sent again, or is of no use any more; and a network that has
 /// not learned by then is not waited for.
 const LIMIT: Duration = Duration::from_secs(1);
@@ -28,11 +30,8 @@ impl Source<'_> {
     pub(super) fn find_cards(&mut self) {
         // To a guest that is paused nothing comes late.
         let wanted = self.common.features.contains(Feature::LatePackets) && self.vm.was_running();
-        self.has_cards = wanted
-            && self.vm.late_packets().is_some_and(|late| {
-                late.find();
-                true
-            });
+        let late = self.vm.late_packets().filter(|_| wanted);
+        self.has_cards = late.map(LatePackets::find).is_some();
     }
 
     /// The guest is about to be stopped.
@@ -40,24 +39,30 @@ impl Source<'_> {
         self.packets_since = self.has_cards.then(Instant::now);
     }
 
+    /// How long to wait for anything else, as what comes late is carried meanwhile.
+    pub(super) fn late_tick(&self) -> Duration {
+        if self.packets_since.is_some() { QUIET } else { limits::TICK }
+    }
+
     /// With the guest given away: carries to the destination what has come for its cards since it
     /// was stopped.
     pub(super) fn carry_what_has_come(&mut self) {
-        self.carry(Duration::ZERO, (BURST, BURST_BYTES));
+        self.carry(Duration::ZERO, (BURST, BURST_BYTES, BURST_PACKETS));
     }
 
     /// The same, and what comes until the network has learned where the guest is. Nothing is kept
     /// from then on.
     pub(super) fn carry_what_comes(&mut self) {
-        self.carry(QUIET, (LIMIT, usize::MAX));
+        self.carry(QUIET, (LIMIT, usize::MAX, limits::LATE_PACKETS));
         self.keep_no_packets();
     }
 
-    fn carry(&mut self, wait: Duration, (limit, most): (Duration, usize)) {
+    fn carry(&mut self, wait: Duration, (time, most, count): (Duration, usize, u64)) {
         let Some(since) = self.packets_since else { return };
         let (began, mut bytes) = (Instant::now(), 0);
+        let until = self.meter.packets() + count;
         while since.elapsed() < LIMIT && self.meter.packets() < limits::LATE_PACKETS {
-            if began.elapsed() >= limit || bytes >= most {
+            if began.elapsed() >= time || bytes >= most || self.meter.packets() >= until {
                 return;
             }
             let packet = self.vm.late_packets().and_then(|late| late.next(wait));

@@ -229,7 +229,8 @@ impl Serving {
         }
         loop {
             source.carry_what_has_come();
-            match source.session.next_event(source.vm, limits::TICK)? {
+            let tick = source.late_tick();
+            match source.session.next_event(source.vm, tick)? {
                 Some(Event::Peer { message: Ok(Message::Placed), .. }) => {
                     return Ok(Input::AllPlaced);
                 }

@@ -268,8 +268,7 @@ pub trait LatePackets {
     /// that has nothing to wait for returns at once.
     fn next(&mut self, wait: Duration) -> Option<Vec<u8>>;
 
-    /// Nothing is kept any more. [`SourceVm::resume`](super::SourceVm::resume) and
-    /// [`SourceVm::retire`](super::SourceVm::retire) end that, too.
+    /// Nothing is kept any more. [`SourceVm::resume`](super::SourceVm::resume) ends that, too.
     fn end(&mut self);
 }
 
