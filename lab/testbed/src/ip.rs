@@ -9,8 +9,11 @@ pub(crate) fn remove_namespace(name: &str) {
     let _ = tool("ip", &["netns", "delete", name]);
 }
 
-/// Runs `program`, and says what it said where it failed.
-pub(crate) fn tool(program: &str, arguments: &[&str]) -> anyhow::Result<()> {
+/// Runs `program`, one of iproute2's, to its end.
+///
+/// # Errors
+/// When it fails: what it said.
+pub fn tool(program: &str, arguments: &[&str]) -> anyhow::Result<()> {
     let output = Command::new(program)
         .args(arguments)
         .output()

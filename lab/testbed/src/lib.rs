@@ -77,6 +77,7 @@ pub use guest::{GuestConfig, GuestFiles};
 pub use guest_ram::GuestRam;
 pub use huge::HugePages;
 pub use image::{Boot, image_for};
+pub use ip::tool;
 pub use ksm::Ksm;
 pub use kvm::{DISK_WORK, kvm_builds_for, kvm_builds_in_turn_for};
 pub use lan::Lan;

@@ -4,11 +4,10 @@
 
 use std::fs::File;
 use std::net::{Ipv4Addr, UdpSocket};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use godwit_tap::{Inlet, Mac, Outlet, Packet};
-use godwit_testbed::{enter_namespace, skip};
+use godwit_testbed::{enter_namespace, skip, tool};
 
 const CARD: Mac = Mac([0x52, 0x54, 0, 1, 2, 3]);
 /// Long enough for what is on its way within a host.
@@ -17,7 +16,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 const MOMENT: Duration = Duration::from_millis(50);
 
 fn ip(arguments: &[&str]) -> bool {
-    Command::new("ip").args(arguments).status().is_ok_and(|status| status.success())
+    tool("ip", arguments).is_ok()
 }
 
 /// A network namespace, which goes with it.

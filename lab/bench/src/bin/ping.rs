@@ -204,7 +204,11 @@ fn over_tcp(
     let [qemu, godwit] = [0, 1].map(|who| {
         json!({ "silence_ms": middle(who, silence), "beyond_downtime_ms": middle(who, beyond) })
     });
-    Ok(json!({ "qemu": qemu, "godwit": godwit }))
+    let moves = rows.iter().map(|row| {
+        row.each_ref().map(|it| json!({ "silence_ms": it.silence, "downtime_ms": it.downtime }))
+    });
+    let moves: Vec<_> = moves.collect();
+    Ok(json!({ "qemu": qemu, "godwit": godwit, "moves": moves }))
 }
 
 /// What a client that talks with the guest of `source` has of it while `moves` moves it, which

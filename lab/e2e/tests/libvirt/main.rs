@@ -22,14 +22,13 @@ mod refusals;
 mod to_and_fro;
 
 use std::net::UdpSocket;
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::LIMIT;
 use godwit_stamp::settings::Mode;
-use godwit_testbed::{GuestConfig, LibvirtHost, builds_for, builds_since, libvirt_for};
+use godwit_testbed::{GuestConfig, LibvirtHost, builds_for, builds_since, libvirt_for, tool};
 
 use hosts::{Hosts, check_migrated};
 
@@ -118,12 +117,6 @@ fn a_domain_in_qemu_10_moves() -> anyhow::Result<()> {
     hosts.check_guest()
 }
 
-fn ip(arguments: &[&str]) -> anyhow::Result<()> {
-    let status = Command::new("ip").args(arguments).status()?;
-    ensure!(status.success(), "ip {arguments:?}: {status}");
-    Ok(())
-}
-
 /// Libvirt opens the tap, and QEMU has a descriptor without a name.
 #[test]
 fn what_is_sent_to_the_card_of_a_domain_that_stands_still_is_carried() -> anyhow::Result<()> {
@@ -140,8 +133,8 @@ fn what_is_sent_to_the_card_of_a_domain_that_stands_still_is_carried() -> anyhow
     let interface = line.and_then(|line| line.split_whitespace().next()).context(list.clone())?;
     // The range for benchmarks (RFC 2544); it goes with the interface.
     let [here, there] = [1, 2].map(|host| format!("198.18.{}.{host}", std::process::id() % 250));
-    ip(&["address", "add", &here, "peer", &there, "dev", interface])?;
-    ip(&["neighbour", "add", &there, "lladdr", mac, "dev", interface])?;
+    tool("ip", &["address", "add", &here, "peer", &there, "dev", interface])?;
+    tool("ip", &["neighbour", "add", &there, "lladdr", mac, "dev", interface])?;
     let network = UdpSocket::bind((here.as_str(), 0))?;
 
     let moved = AtomicBool::new(false);
