@@ -396,13 +396,14 @@ pub fn receive(
                 cost,
             } => {
                 let received = Received {
-                    late_packets: 0,
                     bytes: ByteCount(bytes),
                     load: Duration::from_micros(load_us),
                     resume: Duration::from_micros(resume_us),
                     verified,
                     running,
                     total: Duration::from_micros(total_us),
+                    // A microvm has no card.
+                    late_packets: 0,
                     fetched: fetched.map(Fetched::from),
                     disks_to_ready: disks_to_ready_us.map(Duration::from_micros),
                 };

@@ -28,7 +28,8 @@ pub const STALL: Duration = Duration::from_secs(5);
 /// Packets that came for a guest's cards while it stood still: more of them are somebody's who
 /// wants the destination to be busy.
 pub const LATE_PACKETS: u64 = 1 << 16;
-/// Those that are there when the guest runs, before the network is told of it.
+/// The time that is taken at once for those that are there already, on either side, while other
+/// work waits.
 pub const LATE_BURST: Duration = Duration::from_millis(5);
 /// An answer of the source's adapter to a question of the destination's.
 pub const QUESTION: Duration = Duration::from_secs(20);

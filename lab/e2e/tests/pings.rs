@@ -29,6 +29,16 @@ fn lan_for(test: &str) -> Option<Lan> {
     Lan::create().map_err(|why| skip(test, format_args!("{why:#}"))).ok()
 }
 
+/// Whether `holds` does of a guest on KVM in such a network.
+fn on_kvm(test: &str, holds: fn(&Lan, &VmConfig) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let Some(lan) = lan_for(test) else { return Ok(()) };
+    for build in kvm_builds_in_turn_for(test) {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+        holds(&lan, &config.with_backend(Backend::Anonymous).on_kvm())?;
+    }
+    Ok(())
+}
+
 #[test]
 fn a_client_hears_its_guest_soon_after_a_move() -> anyhow::Result<()> {
     let test = "a_client_hears_its_guest_soon_after_a_move";
@@ -67,13 +77,7 @@ fn a_connection_outlives_moves_of_a_guest_with_anonymous_ram() -> anyhow::Result
 /// The same at a processor's own speed.
 #[test]
 fn a_connection_outlives_moves_of_a_guest_on_kvm() -> anyhow::Result<()> {
-    let test = "a_connection_outlives_moves_of_a_guest_on_kvm";
-    let Some(lan) = lan_for(test) else { return Ok(()) };
-    for build in kvm_builds_in_turn_for(test) {
-        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
-        a_connection_outlives_moves(&lan, &config.with_backend(Backend::Anonymous).on_kvm())?;
-    }
-    Ok(())
+    on_kvm("a_connection_outlives_moves_of_a_guest_on_kvm", a_connection_outlives_moves)
 }
 
 fn a_connection_outlives_moves(lan: &Lan, config: &VmConfig) -> anyhow::Result<()> {
@@ -127,13 +131,7 @@ fn no_packet_is_lost_in_a_move() -> anyhow::Result<()> {
 /// The same at a processor's own speed.
 #[test]
 fn no_packet_is_lost_in_a_move_on_kvm() -> anyhow::Result<()> {
-    let test = "no_packet_is_lost_in_a_move_on_kvm";
-    let Some(lan) = lan_for(test) else { return Ok(()) };
-    for build in kvm_builds_in_turn_for(test) {
-        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
-        no_packet_is_lost(&lan, &config.with_backend(Backend::Anonymous).on_kvm())?;
-    }
-    Ok(())
+    on_kvm("no_packet_is_lost_in_a_move_on_kvm", no_packet_is_lost)
 }
 
 fn no_packet_is_lost(lan: &Lan, config: &VmConfig) -> anyhow::Result<()> {

@@ -16,9 +16,8 @@ use crate::vm::LatePackets;
 /// A network that sends nothing more for this long has learned where the guest is: switches do so
 /// by its first packet, with which it announces itself.
 const QUIET: Duration = Duration::from_millis(10);
-/// What there is already is not carried for longer than this, and no more of it, where other work
-/// waits: a destination that is running the guest does not read it yet.
-const BURST: Duration = Duration::from_millis(5);
+/// Of what there is already no more is carried at once, where other work waits: a destination that
+/// is running the guest does not read it yet.
 const BURST_BYTES: usize = 256 << 10;
 const BURST_PACKETS: u64 = 128;
 /// From the stop on. What is older was sent again, or is of no use any more; and a network that has
@@ -47,7 +46,7 @@ impl Source<'_> {
     /// With the guest given away: carries to the destination what has come for its cards since it
     /// was stopped.
     pub(super) fn carry_what_has_come(&mut self) {
-        self.carry(Duration::ZERO, (BURST, BURST_BYTES, BURST_PACKETS));
+        self.carry(Duration::ZERO, (limits::LATE_BURST, BURST_BYTES, BURST_PACKETS));
     }
 
     /// The same, and what comes until the network has learned where the guest is. Nothing is kept
@@ -60,8 +59,8 @@ impl Source<'_> {
     fn carry(&mut self, wait: Duration, (time, most, count): (Duration, usize, u64)) {
         let Some(since) = self.packets_since else { return };
         let (began, mut bytes) = (Instant::now(), 0);
-        let until = self.meter.packets() + count;
-        while since.elapsed() < LIMIT && self.meter.packets() < limits::LATE_PACKETS {
+        let until = (self.meter.packets() + count).min(limits::LATE_PACKETS);
+        while since.elapsed() < LIMIT {
             if began.elapsed() >= time || bytes >= most || self.meter.packets() >= until {
                 return;
             }
