@@ -27,7 +27,8 @@
 //! limit.
 //!
 //! While the thread is busy compressing, the link could be faster than anyone sees; so now and then
-//! a few MiB are sent raw.
+//! a few MiB are sent raw. And what looked like a slow receiver may have been another channel that
+//! had more of the link; so codecs that were worth less are tried again.
 
 mod cost;
 mod link;

@@ -37,6 +37,9 @@ const RECEIVER: f64 = 6.0;
 /// Windows of a codec that are compared with raw pages before them. The first still drain what the
 /// buffers held.
 const TRIALS: u8 = 8;
+/// Bytes on the wire behind which a codec is tried again under which less was drained: that may
+/// have been another channel, which had more of the link for a moment.
+const RETRIAL: u64 = 64 << 20;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Window {
@@ -63,12 +66,20 @@ pub(super) struct Link {
     worth: [f64; COUNT],
     /// Whether that was learned.
     proved: [bool; COUNT],
+    /// Bytes a second that were drained under each codec that is worth less.
+    drained: [f64; COUNT],
+    /// Bytes for which the thread waited since a codec was worth less, or all such were tried
+    /// again.
+    since_trial: u64,
     /// Seconds of processor time for a byte of pages beside compressing; NaN where unknown.
     other: [f64; COUNT],
     window: Window,
     /// Bytes on the wire that are not counted.
     slack: usize,
     probing: bool,
+    /// Whether one window of it has seen a link that is faster. Buffers that had run empty may have
+    /// swallowed it.
+    surprised: bool,
     since_probe: u64,
     probe_after: u64,
     /// The codec of nearly all of the window before.
@@ -90,10 +101,13 @@ impl Default for Link {
             agreed: false,
             worth: [1.0; COUNT],
             proved: [false; COUNT],
+            drained: [0.0; COUNT],
+            since_trial: 0,
             other: [f64::NAN; COUNT],
             window: Window::default(),
             slack: SLACK,
             probing: false,
+            surprised: false,
             since_probe: 0,
             probe_after: FIRST_PROBE,
             ruled: None,
@@ -212,6 +226,10 @@ impl Link {
             return;
         }
         let before = self.rate;
+        let faster = self.probing && before.is_some_and(|before| rate > before * FASTER);
+        if faster && !std::mem::replace(&mut self.surprised, true) {
+            return;
+        }
         match (ruling, before) {
             (_, None) => self.rate = Some(rate),
             (_, Some(old)) if !self.agreed => {
@@ -232,6 +250,9 @@ impl Link {
                 let weight = if self.probing || rate * 1.5 < old { 1.0 } else { 0.5 };
                 self.rate = Some(old + (seen - old) * weight);
                 self.fresh = [TRIALS; COUNT];
+                if waited {
+                    self.reconsider(rate);
+                }
             }
             (Some(codec), Some(old)) if waited && self.fresh[codec] > 0 => {
                 self.fresh[codec] -= 1;
@@ -242,6 +263,7 @@ impl Link {
                 let ratio = window.wire as f64 / total as f64;
                 if rate < old * ratio.min(1.0).sqrt() {
                     self.worth[codec] = (rate / old).max(0.02);
+                    self.drained[codec] = rate;
                 } else {
                     (self.worth[codec], self.rate) = (1.0, Some(rate));
                 }
@@ -256,21 +278,77 @@ impl Link {
             }
         }
         if self.probing {
-            let faster = before.is_some_and(|before| rate > before * FASTER);
             let next = if faster { FIRST_PROBE } else { self.probe_after * 2 };
             self.probe_after = next.min(LAST_PROBE);
         }
+        if waited && self.worth.iter().any(|worth| *worth < 1.0) {
+            self.try_again(window.wire);
+        }
         let doubtful = ruling.is_some_and(|codec| self.worth[codec] < 0.7);
         if self.probing {
-            (self.probing, self.since_probe) = (false, 0);
+            (self.probing, self.surprised, self.since_probe) = (false, false, 0);
         } else if ruling == Some(0) {
             self.since_probe = 0;
         } else if self.since_probe >= self.probe_after && (!waited || doubtful) {
             (self.probing, self.slack) = (true, SLACK);
         }
     }
+
+    /// Takes in that raw pages were drained at `rate`. Where that is as slow as it was under a
+    /// codec, it was not the codec.
+    fn reconsider(&mut self, rate: f64) {
+        for (worth, drained) in self.worth.iter_mut().zip(self.drained) {
+            *worth = worth.max((drained / rate).min(1.0));
+        }
+    }
+
+    /// Takes in that the thread waited for `bytes` more. After enough of them all codecs are tried
+    /// again under which less was drained.
+    fn try_again(&mut self, bytes: u64) {
+        self.since_trial += bytes;
+        if self.since_trial >= RETRIAL {
+            self.since_trial = 0;
+            self.worth = [1.0; COUNT];
+            self.fresh = [TRIALS; COUNT];
+        }
+    }
 }
 
 fn blend(value: &mut f64, seen: f64, weight: f64) {
     *value = if value.is_nan() { seen } else { *value + (seen - *value) * weight };
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_codec_that_is_tried_again_is_judged_again() {
+        let drain = |link: &mut Link, candidate: usize, windows: usize, rate: f64, ratio: f64| {
+            let wire = WINDOW;
+            let batch = Batch {
+                segment: 0,
+                codec: super::super::cost::CANDIDATES[candidate],
+                raw: (wire as f64 / ratio) as usize,
+                wire,
+                compress: Duration::ZERO,
+                elapsed: Duration::from_secs_f64(wire as f64 / rate),
+                cpu: Duration::ZERO,
+            };
+            (0..windows).for_each(|_| link.batch(candidate, &batch));
+        };
+        let mut link = Link::default();
+        drain(&mut link, 0, 8, 100e6, 1.0);
+        // As many bytes of pages as before, in a third of the bytes.
+        let slow = |link: &mut Link| drain(link, 3, 2 * usize::from(TRIALS), 33e6, 0.33);
+        slow(&mut link);
+        assert!((0.3..0.4).contains(&link.worth[3]), "{:?}", link.worth);
+        // Another one is as good as raw pages.
+        drain(&mut link, 1, 2 + RETRIAL as usize / WINDOW, 100e6, 0.6);
+        assert_eq!(link.worth, [1.0; COUNT]);
+        slow(&mut link);
+        assert!((0.3..0.4).contains(&link.worth[3]), "{:?}", link.worth);
+    }
 }
