@@ -57,16 +57,16 @@ impl<'a> Reader<'a> {
         self.words(NAME_LIMIT)
     }
 
-    pub(super) fn number(&mut self) -> Result<u64, WireError> {
-        Ok(u64::from_le_bytes(self.take()?))
-    }
-
     /// The same of up to `limit` bytes.
     pub(super) fn words(&mut self, limit: usize) -> Result<String, WireError> {
         let refused = WireError::Name { what: self.what };
         let name = std::str::from_utf8(self.text(limit)?).ok();
         let name = name.filter(|name| !name.chars().any(char::is_control));
         name.map(str::to_owned).ok_or(refused)
+    }
+
+    pub(super) fn number(&mut self) -> Result<u64, WireError> {
+        Ok(u64::from_le_bytes(self.take()?))
     }
 
     pub(super) fn end(&self) -> Result<(), WireError> {

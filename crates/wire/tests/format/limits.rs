@@ -258,12 +258,6 @@ fn names_and_texts_are_as_long_as_they_may_be_and_nothing_follows() {
     }
 }
 
-#[test]
-fn numbers_of_digests_do_not_run_into_each_other() {
-    let message = Message::Digests { block: 0x8000_0001, first: 0xf000_0003, digests: vec![] };
-    assert_eq!(parse(&message.encode()), Ok(message));
-}
-
 /// A reason for giving up may hold a path in any language.
 #[test]
 fn a_long_text_is_cut_between_two_characters() {

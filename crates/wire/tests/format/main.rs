@@ -160,3 +160,9 @@ fn digests_and_session_names_do_not_change() {
     assert_eq!(name.to_string(), "000102030405060708090a0b0c0d0e0f");
     assert_eq!(format!("{name:?}"), "SessionId(000102030405060708090a0b0c0d0e0f)");
 }
+
+#[test]
+fn numbers_of_digests_do_not_run_into_each_other() {
+    let message = Message::Digests { block: 0x8000_0001, first: 0xf000_0003, digests: vec![] };
+    assert_eq!(parse(&message.encode()), Ok(message));
+}
