@@ -37,9 +37,20 @@ const RECEIVER: f64 = 6.0;
 /// Windows of a codec that are compared with raw pages before them. The first still drain what the
 /// buffers held.
 const TRIALS: u8 = 8;
-/// Bytes on the wire behind which a codec is tried again under which less was drained: that may
-/// have been another channel, which had more of the link for a moment.
-const RETRIAL: u64 = 64 << 20;
+/// After so many bytes on the wire, codecs under which less was drained are tried again: another
+/// channel may have had more of the link for a moment. Doubled by each time that clears none.
+const FIRST_RETRIAL: u64 = 64 << 20;
+const LAST_RETRIAL: u64 = 512 << 20;
+/// A codec under which this much of the rate of raw pages is drained is not worth less than they.
+const ALIKE: f64 = 0.95;
+
+/// A look at what the link can do, with raw pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Probe {
+    First,
+    /// The first window saw a faster link: empty buffers may have swallowed those bytes.
+    Second,
+}
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Window {
@@ -68,18 +79,16 @@ pub(super) struct Link {
     proved: [bool; COUNT],
     /// Bytes a second that were drained under each codec that is worth less.
     drained: [f64; COUNT],
-    /// Bytes for which the thread waited since a codec was worth less, or all such were tried
-    /// again.
+    /// Bytes for which the thread waited since codecs were found to be worth less, and how many
+    /// there are to be until they are tried again.
     since_trial: u64,
+    retrial_after: u64,
     /// Seconds of processor time for a byte of pages beside compressing; NaN where unknown.
     other: [f64; COUNT],
     window: Window,
     /// Bytes on the wire that are not counted.
     slack: usize,
-    probing: bool,
-    /// Whether one window of it has seen a link that is faster. Buffers that had run empty may have
-    /// swallowed it.
-    surprised: bool,
+    probe: Option<Probe>,
     since_probe: u64,
     probe_after: u64,
     /// The codec of nearly all of the window before.
@@ -103,11 +112,11 @@ impl Default for Link {
             proved: [false; COUNT],
             drained: [0.0; COUNT],
             since_trial: 0,
+            retrial_after: FIRST_RETRIAL,
             other: [f64::NAN; COUNT],
             window: Window::default(),
             slack: SLACK,
-            probing: false,
-            surprised: false,
+            probe: None,
             since_probe: 0,
             probe_after: FIRST_PROBE,
             ruled: None,
@@ -134,7 +143,7 @@ impl Link {
             // What it carries is no longer what it begins with.
             self.guess = None;
             (self.limit, self.rate, self.agreed) = (limit, limit, limit.is_some());
-            (self.window, self.slack, self.probing) = (Window::default(), SLACK, false);
+            (self.window, self.slack, self.probe) = (Window::default(), SLACK, None);
         }
     }
 
@@ -145,7 +154,7 @@ impl Link {
 
     /// Whether raw pages are wanted, to see what the link can do.
     pub(super) fn probing(&self) -> bool {
-        self.probing
+        self.probe.is_some()
     }
 
     /// Seconds that the link takes for what a byte of pages becomes, where a thread of this host
@@ -215,7 +224,7 @@ impl Link {
         }
         if ruling != self.ruled {
             // What a probe found in the buffers has gone with its slack.
-            let known = self.rate.is_none() || self.probing;
+            let known = self.rate.is_none() || self.probing();
             self.unsettled = if known { 0 } else { 2 * SLACK as u64 };
             self.ruled = ruling;
         }
@@ -226,8 +235,10 @@ impl Link {
             return;
         }
         let before = self.rate;
-        let faster = self.probing && before.is_some_and(|before| rate > before * FASTER);
-        if faster && !std::mem::replace(&mut self.surprised, true) {
+        let probe = self.probe;
+        let faster = probe.is_some() && before.is_some_and(|before| rate > before * FASTER);
+        if faster && probe == Some(Probe::First) {
+            self.probe = Some(Probe::Second);
             return;
         }
         match (ruling, before) {
@@ -244,14 +255,14 @@ impl Link {
             }
             (Some(0), Some(old)) => {
                 // Without waiting the link could do more: what was seen before may still hold.
-                let seen = if waited || self.probing { rate } else { rate.max(old) };
+                let seen = if waited || probe.is_some() { rate } else { rate.max(old) };
                 // A first look may have seen buffers larger than the slack, so a fall is believed
                 // at once.
-                let weight = if self.probing || rate * 1.5 < old { 1.0 } else { 0.5 };
+                let weight = if probe.is_some() || rate * 1.5 < old { 1.0 } else { 0.5 };
                 self.rate = Some(old + (seen - old) * weight);
                 self.fresh = [TRIALS; COUNT];
                 if waited {
-                    self.reconsider(rate);
+                    self.reconsider();
                 }
             }
             (Some(codec), Some(old)) if waited && self.fresh[codec] > 0 => {
@@ -262,6 +273,9 @@ impl Link {
                 // nearer; halfway between is the root.
                 let ratio = window.wire as f64 / total as f64;
                 if rate < old * ratio.min(1.0).sqrt() {
+                    if self.worth[codec] == 1.0 {
+                        self.since_trial = 0;
+                    }
                     self.worth[codec] = (rate / old).max(0.02);
                     self.drained[codec] = rate;
                 } else {
@@ -277,40 +291,56 @@ impl Link {
                 self.rate = Some(old.max(rate / worth));
             }
         }
-        if self.probing {
+        if probe.is_some() {
             let next = if faster { FIRST_PROBE } else { self.probe_after * 2 };
             self.probe_after = next.min(LAST_PROBE);
         }
-        if waited && self.worth.iter().any(|worth| *worth < 1.0) {
+        if waited {
             self.try_again(window.wire);
         }
         let doubtful = ruling.is_some_and(|codec| self.worth[codec] < 0.7);
-        if self.probing {
-            (self.probing, self.surprised, self.since_probe) = (false, false, 0);
+        if probe.is_some() {
+            (self.probe, self.since_probe) = (None, 0);
         } else if ruling == Some(0) {
             self.since_probe = 0;
         } else if self.since_probe >= self.probe_after && (!waited || doubtful) {
-            (self.probing, self.slack) = (true, SLACK);
+            self.probe = Some(Probe::First);
+            // While the thread waits, buffers are full of what was sent before.
+            self.slack = if waited { 2 * SLACK } else { SLACK };
         }
     }
 
-    /// Takes in that raw pages were drained at `rate`. Where that is as slow as it was under a
-    /// codec, it was not the codec.
-    fn reconsider(&mut self, rate: f64) {
-        for (worth, drained) in self.worth.iter_mut().zip(self.drained) {
-            *worth = worth.max((drained / rate).min(1.0));
+    /// Compares what was drained under codecs that are worth less with the rate of raw pages, which
+    /// has just been seen. Where these are as slow, it was not the codec.
+    fn reconsider(&mut self) {
+        let Some(rate) = self.rate else { return };
+        for candidate in self.worth_less() {
+            self.worth[candidate] = self.drained[candidate] / rate;
+            if self.worth[candidate] > ALIKE {
+                (self.worth[candidate], self.retrial_after) = (1.0, FIRST_RETRIAL);
+            }
         }
     }
 
-    /// Takes in that the thread waited for `bytes` more. After enough of them all codecs are tried
-    /// again under which less was drained.
+    /// Takes in that the thread waited for `bytes` more. After enough of them, codecs that are
+    /// worth less are tried again.
     fn try_again(&mut self, bytes: u64) {
         self.since_trial += bytes;
-        if self.since_trial >= RETRIAL {
-            self.since_trial = 0;
-            self.worth = [1.0; COUNT];
-            self.fresh = [TRIALS; COUNT];
+        if self.since_trial < self.retrial_after {
+            return;
         }
+        if self.worth_less().next().is_some() {
+            self.retrial_after = (self.retrial_after * 2).min(LAST_RETRIAL);
+        }
+        for candidate in self.worth_less() {
+            self.worth[candidate] = 1.0;
+            (self.proved[candidate], self.fresh[candidate]) = (false, TRIALS);
+        }
+    }
+
+    fn worth_less(&self) -> impl Iterator<Item = usize> + use<> {
+        let worth = self.worth;
+        (0..COUNT).filter(move |candidate| worth[*candidate] < 1.0)
     }
 }
 
@@ -322,33 +352,62 @@ fn blend(value: &mut f64, seen: f64, weight: f64) {
 mod tests {
     use std::time::Duration;
 
+    use super::super::cost::CANDIDATES;
     use super::*;
+
+    /// Windows of one codec that the thread waited for.
+    fn drain(link: &mut Link, candidate: usize, windows: usize, rate: f64, ratio: f64) {
+        let batch = Batch {
+            segment: 0,
+            codec: CANDIDATES[candidate],
+            raw: (WINDOW as f64 / ratio) as usize,
+            wire: WINDOW,
+            compress: Duration::ZERO,
+            elapsed: Duration::from_secs_f64(WINDOW as f64 / rate),
+            cpu: Duration::ZERO,
+        };
+        (0..windows).for_each(|_| link.batch(candidate, &batch));
+    }
+
+    /// A link whose raw pages were seen, and then zstd, under which less was drained: as many bytes
+    /// of pages in a third of the bytes.
+    fn with_slow_zstd() -> Link {
+        let mut link = Link::default();
+        drain(&mut link, 0, 8, 100e6, 1.0);
+        drain(&mut link, 3, 2 * usize::from(TRIALS), 33e6, 0.33);
+        assert!((0.3..0.4).contains(&link.worth[3]), "{:?}", link.worth);
+        link
+    }
 
     #[test]
     fn a_codec_that_is_tried_again_is_judged_again() {
-        let drain = |link: &mut Link, candidate: usize, windows: usize, rate: f64, ratio: f64| {
-            let wire = WINDOW;
-            let batch = Batch {
-                segment: 0,
-                codec: super::super::cost::CANDIDATES[candidate],
-                raw: (wire as f64 / ratio) as usize,
-                wire,
-                compress: Duration::ZERO,
-                elapsed: Duration::from_secs_f64(wire as f64 / rate),
-                cpu: Duration::ZERO,
-            };
-            (0..windows).for_each(|_| link.batch(candidate, &batch));
-        };
-        let mut link = Link::default();
-        drain(&mut link, 0, 8, 100e6, 1.0);
-        // As many bytes of pages as before, in a third of the bytes.
-        let slow = |link: &mut Link| drain(link, 3, 2 * usize::from(TRIALS), 33e6, 0.33);
-        slow(&mut link);
-        assert!((0.3..0.4).contains(&link.worth[3]), "{:?}", link.worth);
+        let mut link = with_slow_zstd();
+        let windows = FIRST_RETRIAL as usize / WINDOW;
         // Another one is as good as raw pages.
-        drain(&mut link, 1, 2 + RETRIAL as usize / WINDOW, 100e6, 0.6);
-        assert_eq!(link.worth, [1.0; COUNT]);
-        slow(&mut link);
-        assert!((0.3..0.4).contains(&link.worth[3]), "{:?}", link.worth);
+        let retrial = |link: &mut Link, windows: usize| {
+            link.since_trial = 0;
+            drain(link, 1, windows - 1, 100e6, 0.6);
+            assert!(link.worth[3] < 0.4 && link.proved[3], "{windows}: {:?}", link.worth);
+            drain(link, 1, 1, 100e6, 0.6);
+            assert!(link.worth == [1.0; COUNT] && !link.proved[3], "{windows}: {:?}", link.worth);
+            drain(link, 3, 2 * usize::from(TRIALS), 33e6, 0.33);
+            assert!((0.3..0.4).contains(&link.worth[3]), "{:?}", link.worth);
+        };
+        drain(&mut link, 1, 3, 100e6, 0.6);
+        retrial(&mut link, windows);
+        drain(&mut link, 1, 3, 100e6, 0.6);
+        retrial(&mut link, 2 * windows);
+        assert_eq!(link.retrial_after, 4 * FIRST_RETRIAL);
+    }
+
+    #[test]
+    fn a_codec_is_not_blamed_where_raw_pages_go_no_faster() {
+        let mut link = with_slow_zstd();
+        link.retrial_after = LAST_RETRIAL;
+        assert!(link.since_trial < FIRST_RETRIAL, "counted from when it was found");
+        drain(&mut link, 0, 4, 100e6, 1.0);
+        assert!(link.worth[3] < 0.4, "{:?}", link.worth);
+        drain(&mut link, 0, 8, 33e6, 1.0);
+        assert_eq!((link.worth[3], link.retrial_after), (1.0, FIRST_RETRIAL));
     }
 }
