@@ -38,7 +38,8 @@ const RECEIVER: f64 = 6.0;
 /// buffers held.
 const TRIALS: u8 = 8;
 /// After so many bytes on the wire, codecs under which less was drained are tried again: another
-/// channel may have had more of the link for a moment. Doubled by each time that clears none.
+/// channel may have had more of the link for a moment. Doubled by each time, until raw pages show
+/// that it was not the codec.
 const FIRST_RETRIAL: u64 = 64 << 20;
 const LAST_RETRIAL: u64 = 512 << 20;
 /// A codec under which this much of the rate of raw pages is drained is not worth less than they.
@@ -266,21 +267,7 @@ impl Link {
                 }
             }
             (Some(codec), Some(old)) if waited && self.fresh[codec] > 0 => {
-                self.fresh[codec] -= 1;
-                self.proved[codec] = true;
-                // Where the receiver limits, as many bytes of pages pass as before, and so fewer on
-                // the wire. Where the link does, the wire is as full as before. Whichever is
-                // nearer; halfway between is the root.
-                let ratio = window.wire as f64 / total as f64;
-                if rate < old * ratio.min(1.0).sqrt() {
-                    if self.worth[codec] == 1.0 {
-                        self.since_trial = 0;
-                    }
-                    self.worth[codec] = (rate / old).max(0.02);
-                    self.drained[codec] = rate;
-                } else {
-                    (self.worth[codec], self.rate) = (1.0, Some(rate));
-                }
+                self.judge(codec, window.wire as f64 / total as f64, (rate, old));
             }
             (Some(codec), Some(old)) if waited => {
                 self.rate = Some(old + (rate / self.worth[codec] - old) * 0.5);
@@ -308,6 +295,25 @@ impl Link {
             // While the thread waits, buffers are full of what was sent before.
             self.slack = if waited { 2 * SLACK } else { SLACK };
         }
+    }
+
+    /// Takes in that `rate` was drained under `codec`, which made `ratio` of each byte, where it
+    /// was `old` with raw pages a moment ago.
+    fn judge(&mut self, codec: usize, ratio: f64, (rate, old): (f64, f64)) {
+        self.fresh[codec] -= 1;
+        self.proved[codec] = true;
+        // Where the receiver limits, as many bytes of pages pass as before, and so fewer on the
+        // wire. Where the link does, the wire is as full as before. Whichever is nearer; halfway
+        // between is the root.
+        if rate >= old * ratio.min(1.0).sqrt() {
+            (self.worth[codec], self.rate) = (1.0, Some(rate));
+            return;
+        }
+        if self.worth[codec] == 1.0 {
+            self.since_trial = 0;
+        }
+        self.worth[codec] = (rate / old).max(0.02);
+        self.drained[codec] = rate;
     }
 
     /// Compares what was drained under codecs that are worth less with the rate of raw pages, which

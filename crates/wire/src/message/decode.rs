@@ -32,6 +32,13 @@ impl Message {
             u32::try_from(header.aux).map_err(wrong)
         };
         let round = || number("round");
+        let bytes = |limit, what, message: fn(Vec<u8>) -> Self| {
+            if payload.len() <= limit {
+                Ok(message(payload.to_vec()))
+            } else {
+                Err(WireError::Length { what })
+            }
+        };
         match header.kind {
             FrameKind::Pages | FrameKind::Barrier => {
                 Err(WireError::Kind { kind: header.kind as u16 })
@@ -65,10 +72,7 @@ impl Message {
                 round: header.aux as u32,
                 flush: Duration::from_micros(header.aux >> 32),
             }),
-            FrameKind::Trial if payload.len() > TRIAL_LIMIT => {
-                Err(WireError::Length { what: "trial" })
-            }
-            FrameKind::Trial => Ok(Self::Trial(payload.to_vec())),
+            FrameKind::Trial => bytes(TRIAL_LIMIT, "trial", Self::Trial),
             FrameKind::Tried => {
                 let clock = payload.try_into();
                 let clock = clock.map_err(|_| WireError::Length { what: "answer to a trial" })?;
@@ -128,22 +132,12 @@ impl Message {
                     prints: words.iter().map(|word| u64::from_le_bytes(*word)).collect(),
                 })
             }
-            FrameKind::DeviceState if payload.len() > DEVICE_STATE_CHUNK => {
-                Err(WireError::Length { what: "piece of device state" })
+            FrameKind::DeviceState => {
+                bytes(DEVICE_STATE_CHUNK, "piece of device state", Self::DeviceState)
             }
-            FrameKind::DeviceState => Ok(Self::DeviceState(payload.to_vec())),
-            FrameKind::Question if payload.len() > QUESTION_LIMIT => {
-                Err(WireError::Length { what: "question" })
-            }
-            FrameKind::Question => Ok(Self::Question(payload.to_vec())),
-            FrameKind::Answer if payload.len() > ANSWER_LIMIT => {
-                Err(WireError::Length { what: "answer" })
-            }
-            FrameKind::Answer => Ok(Self::Answer(payload.to_vec())),
-            FrameKind::LatePacket if payload.len() > PACKET_LIMIT => {
-                Err(WireError::Length { what: "packet" })
-            }
-            FrameKind::LatePacket => Ok(Self::LatePacket(payload.to_vec())),
+            FrameKind::Question => bytes(QUESTION_LIMIT, "question", Self::Question),
+            FrameKind::Answer => bytes(ANSWER_LIMIT, "answer", Self::Answer),
+            FrameKind::LatePacket => bytes(PACKET_LIMIT, "packet", Self::LatePacket),
             FrameKind::DeviceStateEnd => empty(Self::DeviceStateEnd),
             FrameKind::Ready => empty(Self::Ready),
             FrameKind::Commit => empty(Self::Commit),

@@ -20,8 +20,7 @@ impl Message {
         let mut aux = 0;
         match self {
             Self::Offer(offer) | Self::Inquiry(offer) => {
-                aux = offer.features.0.into();
-                offer.encode(&mut frame);
+                aux = offer.encode(&mut frame);
             }
             Self::Abort { code, text } => {
                 aux = *code as u64;

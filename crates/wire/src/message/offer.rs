@@ -93,8 +93,8 @@ pub struct Offer {
 }
 
 impl Offer {
-    /// Appends all but its features, which go into the header.
-    pub(super) fn encode(&self, frame: &mut Vec<u8>) {
+    /// Appends all but its features; returns these, as the header has them.
+    pub(super) fn encode(&self, frame: &mut Vec<u8>) -> u64 {
         assert!(self.blocks.len() <= BLOCKS_LIMIT, "{} RAM blocks", self.blocks.len());
         frame.extend([self.channels, self.verify.into(), self.running.into()]);
         frame.extend(self.codecs.to_le_bytes());
@@ -111,6 +111,7 @@ impl Offer {
             frame.extend(disk.size.0.to_le_bytes());
             frame.extend((disk.granularity.0 as u32).to_le_bytes());
         }
+        self.features.0.into()
     }
 
     pub(super) fn decode(aux: u64, payload: &[u8]) -> Result<Self, WireError> {

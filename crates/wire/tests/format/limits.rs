@@ -159,6 +159,10 @@ fn limits_are_what_they_say_to_the_byte() {
         assert_eq!(digests(wrong), Err(WireError::Length { what: "digests" }), "{wrong}");
     }
 
+    let trial = |length| parse(&zeros(FrameKind::Trial, length));
+    assert_eq!(trial(TRIAL_LIMIT), Ok(Message::Trial(vec![0; TRIAL_LIMIT])));
+    assert_eq!(trial(TRIAL_LIMIT + 1), Err(WireError::Length { what: "trial" }));
+
     let state = |length| parse(&zeros(FrameKind::DeviceState, length));
     assert_eq!(state(DEVICE_STATE_CHUNK), Ok(Message::DeviceState(vec![0; DEVICE_STATE_CHUNK])));
     assert_eq!(
