@@ -290,13 +290,12 @@ fn an_old_page_never_lands_on_a_newer_one() {
 #[test]
 fn pages_that_are_named_as_holes_and_sent_in_one_round_go_over_one_connection() {
     // The destination refuses a page that comes twice over two. Without fingerprints what was
-    // written is sent though it is a hole by now. (Here each connection takes all that it is given:
-    // a decision that comes too late would not be noticed.)
+    // written is sent though it is a hole by now.
     let mut source = Source::start(Duration::from_secs(60), Vec::new());
     source.given_back = (0..4000).step_by(2).collect();
     let options = Options {
         channels_afar: 0,
-        fault: Some(Fault::LongWay),
+        fault: Some(Fault::Scatter),
         fingerprints: false,
         verify: Verify::Stopped,
         ..options(2, true)

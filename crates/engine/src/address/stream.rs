@@ -32,6 +32,8 @@ pub struct Stream {
     session: Option<Arc<Session>>,
     /// How long the other side took to take it, where it was connected to.
     connected_in: Duration,
+    /// How long whoever is there took to answer the greeting, where it was waited for.
+    greeted_in: Duration,
 }
 
 impl Stream {
@@ -69,7 +71,8 @@ impl Stream {
     }
 
     fn plain(socket: Socket) -> Self {
-        Self { socket, session: None, connected_in: Duration::ZERO }
+        let (connected_in, greeted_in) = (Duration::ZERO, Duration::ZERO);
+        Self { socket, session: None, connected_in, greeted_in }
     }
 
     /// A connection that was accepted.
@@ -136,6 +139,17 @@ impl Stream {
     /// that was accepted.
     pub(crate) fn connected_in(&self) -> Duration {
         self.connected_in
+    }
+
+    /// How long the answer to the greeting took: a round trip all the way, also where somebody
+    /// between the two takes connections (ssh, a proxy). Zero where none was waited for.
+    pub(crate) fn greeted_in(&self) -> Duration {
+        self.greeted_in
+    }
+
+    /// The greeting was answered in that time.
+    pub(crate) fn note_greeting(&mut self, time: Duration) {
+        self.greeted_in = time;
     }
 
     /// Who is at the other end, as an operator would call it.
@@ -236,7 +250,8 @@ impl Stream {
     /// When descriptors are exhausted.
     pub fn try_clone(&self) -> io::Result<Self> {
         let socket = self.socket.try_clone()?;
-        Ok(Self { socket, session: self.session.clone(), connected_in: self.connected_in })
+        let Self { connected_in, greeted_in, .. } = *self;
+        Ok(Self { socket, session: self.session.clone(), connected_in, greeted_in })
     }
 
     /// Ends the connection both ways; reads and writes in other threads return.

@@ -348,9 +348,9 @@ impl Channel {
         let before = self.sender.statistics();
         owned.carried = None;
         // What is sent first must not come last: each page goes into one frame, or all over one
-        // connection.
+        // connection (which `discard_holes` sees to).
         let again = owned.recent.is_some() || owned.owed.count() > PageCount::ZERO;
-        self.sender.spread(!(again || order.find_holes));
+        self.sender.spread(!again);
         self.copy_segment(owned, order)?;
         owned.carried = Some(self.sender.carried()?);
         self.sender.pace();
@@ -630,6 +630,8 @@ impl Channel {
         }
         self.hint = hint;
         for hole in holes.runs() {
+            // Where it is written meanwhile its data follows, over the same connection.
+            self.sender.spread(false);
             owned.held.clear(hole);
             owned.unacknowledged.set(hole, run.count);
             let start = run.start.0 + hole.start.0;

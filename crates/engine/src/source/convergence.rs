@@ -286,6 +286,7 @@ impl Convergence {
             began_with,
             fixed,
             lead: look_time + costs.lead + prepare,
+            round_trip: meter.round_trip(),
             verification: foretold,
             memory: ram.iter().map(RamBlock::pages).sum(),
             dirty: &look.dirty,
@@ -295,6 +296,7 @@ impl Convergence {
             disk,
             ..Round::default()
         });
+        tracing::debug!(?fixed, round_trip = ?meter.round_trip(), ?estimate, "judged");
         self.estimate = Some(estimate);
         self.handle.limit_has_grown(self.policy.limit_steps());
         self.remaining = look.remaining;

@@ -211,7 +211,9 @@ impl Copying {
     ) -> Result<Input, EngineError> {
         source.meter.begin_round(self.lanes.sent());
         // What a balloon gave back is a hole and was not written. The destination need not keep it.
-        let find_holes = self.free.was_given_back() && round > 0;
+        // Not asked as long as there is what was made clean, and is marked where it was never
+        // touched.
+        let find_holes = self.segments.all_are_dealt_with() && self.free.was_given_back();
         self.segments.hurry(self.convergence.is_hurried());
         if self.lanes.link_share().share() > 0 {
             let (segments, tracker) = (self.segments.as_ref(), self.tracker.as_ref());
@@ -685,7 +687,10 @@ fn add_channels(
     let (streams, handles): (Vec<_>, Vec<_>) = streams.into_iter().unzip();
     // An audit tells which channel each page was sent over when it is put into a frame.
     let wires = match any_channel && long && channels > 1 && shared.audit.is_none() {
-        true => Wires::shared(streams).map_err(link_error(PEER))?,
+        true => {
+            let scattered = session.made_up().is(Fault::Scatter);
+            Wires::shared(streams, scattered).map_err(link_error(PEER))?
+        }
         false => Wires::own(streams),
     };
     let wires = Arc::new(wires);

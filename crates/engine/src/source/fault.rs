@@ -71,6 +71,8 @@ pub enum Fault {
     DropExtent = 23,
     /// No fault: take the way to the destination for a long one.
     LongWay = 24,
+    /// The same, and put each frame on another connection than the one before.
+    Scatter = 25,
 }
 
 impl Fault {

@@ -146,10 +146,15 @@ impl Meter {
         self.waited = self.round_began.elapsed();
     }
 
-    /// The destination has acknowledged a round after so long, and has flushed disks for `flush`.
-    pub(super) fn acknowledged(&mut self, round_trip: Duration, flush: Duration) {
-        // The least that was seen: the destination may have had pages to place first.
+    /// The destination has answered something after so long. The least that was seen counts: it may
+    /// have had pages to place first, and the link bytes to carry that were on their way.
+    pub(super) fn answered(&mut self, round_trip: Duration) {
         self.round_trip = Some(self.round_trip.map_or(round_trip, |least| least.min(round_trip)));
+    }
+
+    /// It has acknowledged a round after so long, and has flushed disks for `flush`.
+    pub(super) fn acknowledged(&mut self, round_trip: Duration, flush: Duration) {
+        self.answered(round_trip);
         if !flush.is_zero() {
             self.flush = flush;
         }
@@ -349,6 +354,9 @@ mod tests {
         assert!(meter.gap() >= Duration::from_millis(5) && meter.idle() >= meter.gap());
         assert!(meter.in_round() >= meter.gap());
         // The least round trip counts, and the last flush.
+        meter.answered(Duration::from_millis(8));
+        meter.acknowledged(Duration::from_millis(10), Duration::ZERO);
+        assert_eq!(meter.round_trip(), Duration::from_millis(8), "the link was full");
         meter.acknowledged(Duration::from_millis(7), Duration::from_millis(3));
         meter.acknowledged(Duration::from_millis(9), Duration::ZERO);
         assert_eq!(meter.round_trip(), Duration::from_millis(7));

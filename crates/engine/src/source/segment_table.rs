@@ -207,6 +207,11 @@ impl SegmentTable {
         self.unsent[number].load(Ordering::Relaxed)
     }
 
+    /// Whether all segments with data were sent.
+    pub(super) fn all_are_dealt_with(&self) -> bool {
+        (0..self.segments.len()).all(|number| self.was_hole(number) || !self.is_unsent(number))
+    }
+
     /// Which of `holes`, segments in the order of their numbers that had nothing when they were
     /// last dealt with, have something now.
     ///

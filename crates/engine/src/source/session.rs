@@ -187,8 +187,8 @@ impl Session {
     }
 
     /// Makes the control connection, in the newest version that both sides speak; how long the
-    /// destination's host took to take it.
-    pub(super) fn connect(&mut self) -> Result<Duration, EngineError> {
+    /// destination's host took to take it, and the destination to answer the greeting.
+    pub(super) fn connect(&mut self) -> Result<(Duration, Duration), EngineError> {
         let stream = self.dial_control().or_else(|error| match error {
             // Who does not speak our version has told its own, and closed: nothing has begun.
             EngineError::Wire { source: WireError::Version { theirs, .. }, .. } => {
@@ -198,9 +198,9 @@ impl Session {
             error => Err(error),
         })?;
         self.call.shown = stream.shown();
-        let connected_in = stream.connected_in();
+        let times = (stream.connected_in(), stream.greeted_in());
         self.use_control(stream)?;
-        Ok(connected_in)
+        Ok(times)
     }
 
     /// The version that both sides speak.
@@ -604,7 +604,8 @@ impl Session {
 
     /// Whether the way that `stream` was connected over is a long one.
     pub(super) fn is_long(&self, stream: &Stream) -> bool {
-        self.made_up.is(Fault::LongWay) || stream.connected_in() >= LONG_WAY
+        let long = [Fault::LongWay, Fault::Scatter].into_iter().any(|it| self.made_up.is(it));
+        long || stream.connected_in() >= LONG_WAY
     }
 
     pub(super) fn made_up(&self) -> MadeUp {
@@ -822,6 +823,7 @@ impl Call {
         }
         let Self { version, id: session, attempt, .. } = *self;
         let greeting = Greeting { version, session, role, attempt };
+        let greeted = Instant::now();
         send_greeting(&mut stream, greeting, PEER)?;
         if let Some(first) = first {
             stream.write_all(&first.encode()).map_err(link_error(PEER))?;
@@ -847,6 +849,7 @@ impl Call {
                 "it answered for another session: it is busy with another migration".to_owned();
             return Err(EngineError::Protocol { peer: PEER, what });
         }
+        stream.note_greeting(greeted.elapsed());
         Ok(stream)
     }
 }

@@ -152,7 +152,9 @@ impl Setup {
         {
             return Err(EngineError::TooMany { what, count, limit });
         }
-        self.round_trip = source.session.connect()?;
+        let (connected_in, greeted_in) = source.session.connect()?;
+        self.round_trip = connected_in;
+        source.meter.answered(greeted_in);
         let disks = source.vm.moving_disks();
         let granularity = disks.map_or_else(Vec::new, |vm| vm.disk_granularity());
         let mut features = source.session.version().features();

@@ -10,6 +10,7 @@
 
 use std::io;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -37,23 +38,27 @@ pub(super) struct Wires {
     wires: Vec<Mutex<Wire>>,
     /// The same connections, to be looked at; none where each channel has its own.
     watched: Vec<Stream>,
+    /// With which of them the next search begins, where that is not to be the channel's own.
+    turn: Option<AtomicUsize>,
 }
 
 impl Wires {
     /// Of channels of which each puts its frames on its own of these `streams`.
     pub(super) fn own(streams: impl IntoIterator<Item = Stream>) -> Self {
         let wire = |stream| Mutex::new(Wire { stream, frames: 0 });
-        Self { wires: streams.into_iter().map(wire).collect(), watched: Vec::new() }
+        Self { wires: streams.into_iter().map(wire).collect(), watched: Vec::new(), turn: None }
     }
 
-    /// Of channels that put their frames on whichever takes them.
+    /// Of channels that put their frames on whichever takes them: their own if it does. Where they
+    /// are to be `scattered`, each frame goes over another, whether their own takes it or not.
     ///
     /// # Errors
     /// When descriptors are exhausted, or the kernel refuses.
-    pub(super) fn shared(streams: Vec<Stream>) -> io::Result<Self> {
+    pub(super) fn shared(streams: Vec<Stream>, scattered: bool) -> io::Result<Self> {
         let watched = streams.iter().map(Stream::try_clone).collect::<io::Result<Vec<_>>>()?;
         streams.iter().try_for_each(|stream| stream.keep_little_unsent(UNSENT))?;
-        Ok(Self { watched, ..Self::own(streams) })
+        let turn = scattered.then(AtomicUsize::default);
+        Ok(Self { watched, turn, ..Self::own(streams) })
     }
 
     /// Whether a channel puts its frames on any of them.
@@ -75,8 +80,11 @@ impl Wires {
     ) -> (usize, MutexGuard<'_, Wire>) {
         // Behind that, whoever writes to its own learns why none takes anything.
         let until = Instant::now() + limits::PLACE;
+        let all = self.wires.len();
+        let turn = self.turn.as_ref().map(|turn| turn.fetch_add(1, Ordering::Relaxed) % all);
+        let first = turn.unwrap_or(number);
         while self.are_shared() && !ends() && Instant::now() < until {
-            for other in (number..self.wires.len()).chain(0..number) {
+            for other in (first..all).chain(0..first) {
                 if !takes_more(&self.watched[other..=other], Duration::ZERO) {
                     continue;
                 }
@@ -146,7 +154,7 @@ mod tests {
     fn a_frame_goes_over_its_own_connection_or_over_one_that_takes_it() {
         let ((own, mut own_end), (other, _other_end)) = (pair(), pair());
         let filler = own.try_clone().unwrap();
-        let wires = Wires::shared(vec![own.into(), other.into()]).unwrap();
+        let wires = Wires::shared(vec![own.into(), other.into()], false).unwrap();
         assert_eq!((wires.next(0, NEVER).0, wires.next(1, NEVER).0), (0, 1));
         let filled = fill(&filler);
         assert_eq!(wires.next(0, NEVER).0, 1, "it takes nothing");
@@ -161,6 +169,14 @@ mod tests {
             assert_eq!(next.join().unwrap(), 0);
             drop(held);
         });
+    }
+
+    #[test]
+    fn frames_that_are_scattered_go_over_one_after_the_other() {
+        let ends = [pair(), pair(), pair()];
+        let streams = ends.iter().map(|(near, _)| near.try_clone().unwrap().into()).collect();
+        let wires = Wires::shared(streams, true).unwrap();
+        assert_eq!([0, 0, 2, 1].map(|number| wires.next(number, NEVER).0), [0, 1, 2, 0]);
     }
 
     #[test]
