@@ -3,7 +3,8 @@
 //!
 //! The guest is stopped when the expected downtime is within the limit *and* one more round would
 //! not bring it down by much: at a local minimum of what remains, not at the first moment that is
-//! allowed. A throttled guest is not kept waiting for the minimum.
+//! allowed. A guest that is slowed goes through another round only if what it loses of its work by
+//! that is not much more than what it stands still less.
 
 use std::time::Duration;
 
@@ -17,6 +18,8 @@ use crate::settings::{Settings, ThrottleMode};
 use crate::share::Share;
 use crate::throttle::{SEVERE, Throttle, View};
 use crate::{Bandwidth, downtime};
+
+mod shorten;
 
 /// A round is worth making, once within the limit, if the last one brought the remaining data down
 /// to this share.
@@ -98,6 +101,9 @@ pub struct Policy {
     disks: bool,
     previous: Option<PageCount>,
     searched: u32,
+    /// The round under way is made only so that a guest that is slowed is stopped for less.
+    shortening: bool,
+    shortenings: u32,
     best: Option<Duration>,
     without_progress: Duration,
     stuck_rounds: u32,
@@ -131,6 +137,8 @@ impl Policy {
             disks: false,
             previous: None,
             searched: 0,
+            shortening: false,
+            shortenings: 0,
             best: None,
             without_progress: Duration::ZERO,
             stuck_rounds: 0,
@@ -161,6 +169,7 @@ impl Policy {
     /// force at once.
     pub fn change(&mut self, settings: Settings) -> Plan {
         let before = std::mem::replace(&mut self.settings, settings);
+        self.shortening = false;
         if before.throttle != self.settings.throttle {
             self.throttle = Throttle::default();
             self.governor = Governor::default();
@@ -207,7 +216,7 @@ impl Policy {
             let view = self.view(&classes, self.clock + tick.in_round, tick.remaining, link);
             let mut throttle = self.throttle.clone();
             // The governor's rate holds from harvest to harvest, and so for a whole round.
-            if self.governor.budget().is_none() {
+            if self.governor.budget().is_none() && !self.shortening {
                 throttle.tick(self.settings.throttle, &view);
             }
             self.throttle = throttle;
@@ -230,10 +239,12 @@ impl Policy {
         self.guest.note(dirty);
         self.before = dirty.to_vec();
         (self.last_look, self.dirtied) = (Duration::ZERO, 0.0);
+        self.shortening = false;
     }
 
     /// Takes in what was seen of a round and decides.
     pub fn round(&mut self, round: &Round) -> (Decision, Estimate) {
+        self.shortening = false;
         self.guest.set_memory(round.memory.0);
         let looked = !self.last_look.is_zero();
         let disk = round.disk.unwrap_or_default();
@@ -279,8 +290,26 @@ impl Policy {
             remaining_time: None,
             advice: None,
         };
-        if expected.is_some_and(|expected| expected <= limit) {
+        let fits = expected.is_some_and(|expected| expected <= limit);
+        if fits {
             let transfer = expected.unwrap_or_default().saturating_sub(round.fixed);
+            if self.is_slowed() {
+                let next = self.shortened(&classes, round, dirty_rate, bandwidth);
+                let Some(next) = next else {
+                    return (Decision::SwitchOver, estimate);
+                };
+                (self.shortening, self.shortenings) = (true, self.shortenings + 1);
+                self.without_progress = Duration::ZERO;
+                self.plan.delayed = Delayed::default();
+                let round_trip = self.gap + round.round_trip;
+                let all = |next: Duration| transfer + round_trip + next + round.fixed;
+                estimate.remaining_time = Some(RemainingTime {
+                    low: all(Duration::ZERO),
+                    mid: all(next),
+                    high: all(transfer),
+                });
+                return (Decision::NextRound(self.plan.clone()), estimate);
+            }
             if self.is_minimum(round.remaining, previous, transfer) {
                 return (Decision::SwitchOver, estimate);
             }
@@ -321,10 +350,13 @@ impl Policy {
             matches!(self.settings.throttle, ThrottleMode::Adaptive | ThrottleMode::Governor);
         // A guest that is throttled already is not handed over: the end is near.
         let stuck = self.stuck_rounds >= STUCK;
-        let needed = governs && throttle.value() <= 0.0 && throttle.is_needed(&view, stuck);
+        let needed =
+            !fits && governs && throttle.value() <= 0.0 && throttle.is_needed(&view, stuck);
         governor.round(&view, round.can_govern && governs, needed);
         if governor.budget().is_some() {
             throttle.look_on(&view);
+        } else if fits {
+            throttle.rest(&view);
         } else {
             throttle.round(self.settings.throttle, &view, round.time);
         }
@@ -360,7 +392,8 @@ impl Policy {
         let bytes = (tick.remaining.0 as f64 + growth) * self.page_bytes;
         let last = self.last_bandwidth(self.bandwidth.average());
         let expected = downtime::expected(ByteCount(bytes as u64), last, self.fixed);
-        (self.plan.throttle > 0.0 || self.plan.dirty_rate_limit.is_some())
+        self.is_slowed()
+            && !self.shortening
             && !self.disks
             && !self.at_once
             && expected.is_some_and(|expected| expected <= self.limit().mul_f64(AIM))
@@ -512,9 +545,6 @@ impl Policy {
         previous: Option<PageCount>,
         transfer: Duration,
     ) -> bool {
-        if self.plan.throttle > 0.0 || self.plan.dirty_rate_limit.is_some() {
-            return true;
-        }
         self.searched += 1;
         // Nothing to compare the first round with: it sent all of memory.
         let shrinks =

@@ -323,11 +323,16 @@ pub(crate) fn time_to_finish(
     None
 }
 
-/// The classes after a round at full speed, and the seconds it takes.
-pub(crate) fn after_round(classes: &[Class], unsent: f64, link: Link) -> (Vec<Class>, f64) {
+/// The classes after a round at `speed`, and the seconds it takes.
+pub(crate) fn after_round(
+    classes: &[Class],
+    unsent: f64,
+    speed: f64,
+    link: Link,
+) -> (Vec<Class>, f64) {
     let mut classes = classes.to_vec();
     let total = unsent + classes.iter().map(|class| class.dirty).sum::<f64>();
-    let time = round(&mut classes, unsent, total, 1.0, link);
+    let time = round(&mut classes, unsent, total, speed, link);
     (classes, time)
 }
 

@@ -56,6 +56,9 @@ pub struct Round<'a> {
     /// From the look that `remaining` is from until the guest stands still: what is dirtied
     /// meanwhile is sent as well.
     pub lead: Duration,
+    /// To the destination and back: for that long each further round waits for its
+    /// acknowledgement.
+    pub round_trip: Duration,
     /// What the comparison of digests adds to the downtime, where one is wanted, and of a guest
     /// that is paused what else is no transfer. It is foretold, and it does not count against the
     /// limit: nothing that is decided here makes it shorter.

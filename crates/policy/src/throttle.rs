@@ -165,13 +165,20 @@ impl Throttle {
         }
     }
 
+    /// Whether a round of that many seconds fits into the time in which the guest hardly works, if
+    /// it does hardly work.
+    pub(crate) fn has_time(&self, view: &View, seconds: f64) -> bool {
+        let severe = self.severe + view.clock.saturating_sub(self.clock).as_secs_f64();
+        self.value < SEVERE || seconds <= RESERVE * (SEVERE_TIME - view.downtime - severe)
+    }
+
     /// Whether a guest that is not slowed would keep this from finishing in time, and another round
     /// as it is would hardly leave less; or rounds are `stuck`, whatever the model says of the next
     /// one. A guest that dirties nearly as much as the link carries, by fits and starts, leaves
     /// less on average and never little enough.
     pub(crate) fn is_needed(&self, view: &View, stuck: bool) -> bool {
         let link = view.link();
-        let (later, _) = after_round(view.classes, view.unsent, link);
+        let (later, _) = after_round(view.classes, view.unsent, 1.0, link);
         let left: f64 = later.iter().map(|class| class.dirty).sum();
         (stuck || left > SHRINKS * view.remaining) && self.adapt(view, false) > 0.0
     }
@@ -182,6 +189,12 @@ impl Throttle {
         self.previous = Some(view.remaining);
         self.delayed = view.delaying;
         self.value = 0.0;
+    }
+
+    /// What a round leaves is little enough, and the next one is made to leave less: not slowed.
+    pub(crate) fn rest(&mut self, view: &View) {
+        self.look_on(view);
+        self.waiting = true;
     }
 
     fn pass(&mut self, view: &View) {
@@ -265,7 +278,7 @@ impl Throttle {
         }
         let (share, cost) = self.best(view, view.classes, view.unsent, view.time_left);
         if may_wait {
-            let (later, spent) = after_round(view.classes, view.unsent, link);
+            let (later, spent) = after_round(view.classes, view.unsent, 1.0, link);
             if self.best(view, &later, 0.0, view.time_left - spent).1 < CHEAPER * cost {
                 return 0.0;
             }

@@ -532,6 +532,7 @@ impl<'a> Source<'a> {
                 + self.scenario.link.latency * TURNS,
             lead: if prepared { Duration::ZERO } else { self.scenario.lead }
                 + if at_once { Duration::ZERO } else { synchronisation },
+            round_trip: self.scenario.link.latency,
             verification,
             memory,
             dirty,

@@ -72,7 +72,7 @@ fn fourth_quarter() {
 
 #[test]
 fn chance_reaches_every_end() {
-    let outcomes: Vec<Outcome> = (0..400).map(|seed| run(&random(seed))).collect();
+    let outcomes: Vec<Outcome> = (0..2000).map(|seed| run(&random(seed))).collect();
     for end in [End::Moved, End::GaveUp, End::Stayed, End::InDoubt] {
         assert!(outcomes.iter().any(|outcome| outcome.end == end), "{end:?}");
     }

@@ -421,7 +421,7 @@ fn a_round_at_once_sends_what_was_dirty_and_leaves_what_became_so() {
     assert_eq!(classes[1].dirty, 0.0);
     // The same at full speed.
     let class = [Class { pages: 2000.0, rate: 0.4, dirty: 600.0 }];
-    let (later, time) = after_round(&class, 400.0, link);
+    let (later, time) = after_round(&class, 400.0, 1.0, link);
     assert_eq!(time, 1.5);
     assert!(near(later[0].dirty, 2000.0 * (1.0 - (-0.6_f64).exp())), "{later:?}");
 }

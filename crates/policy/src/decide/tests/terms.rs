@@ -165,13 +165,100 @@ fn the_minimum_is_where_a_round_no_longer_brings_three_quarters() {
     assert!(minimum(1, Some(1000), 500, 0), "fixed costs dominate");
     assert!(!minimum(1, Some(1000), 501, 7));
     assert!(minimum(1, Some(1000), 501, 8), "eight rounds are enough");
-    // A guest that is slowed or governed is not kept.
-    let held = |throttle, dirty_rate_limit| {
-        let mut policy = Policy::new(Settings::default());
-        policy.plan = Plan { throttle, dirty_rate_limit, ..Plan::default() };
-        policy.is_minimum(PageCount(1), Some(PageCount(1000)), SECOND)
+}
+
+/// A policy with `settings` whose guest has this `throttle` or budget, on a link of 1,000 pages a
+/// second.
+fn slowed(settings: Settings, throttle: f64, dirty_rate_limit: Option<f64>) -> Policy {
+    let mut policy = linked(settings);
+    policy.plan = Plan { throttle, dirty_rate_limit, ..Plan::default() };
+    policy
+}
+
+/// Behind a round that left so many pages, of which the guest dirties so many a second: how many
+/// milliseconds what another one leaves would take, if it is made.
+fn shortened(policy: &Policy, left: u64, rate: f64, round: Round) -> Option<u128> {
+    let round = Round { remaining: PageCount(left), throttle: policy.plan.throttle, ..round };
+    let next = policy.shortened(&[], &round, rate, policy.bandwidth.average());
+    next.map(|next| next.as_millis())
+}
+
+#[test]
+fn a_round_may_cost_twice_the_work_that_it_spares() {
+    let policy = slowed(Settings::default(), 0.9, None);
+    let spares = |policy: &Policy, left, rate| shortened(policy, left, rate, Round::default());
+    // 180 ms of its work are lost, and may spare it no less than 90.
+    assert_eq!(spares(&policy, 200, 100.0), Some(10), "as old as half of the round");
+    assert_eq!([spares(&policy, 200, 1090.0), spares(&policy, 200, 1110.0)], [Some(109), None]);
+    assert_eq!([spares(&policy, 21, 0.0), spares(&policy, 19, 0.0)], [Some(0), None]);
+    let at_once = Policy { at_once: true, ..policy.clone() };
+    assert_eq!([spares(&at_once, 200, 540.0), spares(&at_once, 200, 560.0)], [Some(108), None]);
+    // What the model says of the round counts, if it is more.
+    let known = [Class { pages: 1000.0, rate: 1000.0, dirty: 200.0 }];
+    let round = Round { remaining: PageCount(200), throttle: 0.9, ..Round::default() };
+    let bandwidth = policy.bandwidth.average();
+    assert_eq!(policy.shortened(&known, &round, 0.0, bandwidth), None);
+    // How fast it dirties under the throttle says nothing of what it loses of its work.
+    let mut quick = policy.clone();
+    quick.guest.set_memory(100_000);
+    (1..9).for_each(|times| quick.guest.look(&[500 * times], SECOND / 2, 0.0));
+    quick.guest.note(&[0]);
+    (1..9).for_each(|times| quick.guest.look(&[400 * times], SECOND / 2, 0.9));
+    assert!(quick.guest.speed(0.9) > 0.5, "{}", quick.guest.speed(0.9));
+    assert_eq!([spares(&quick, 200, 1090.0), spares(&quick, 200, 1110.0)], [Some(109), None]);
+}
+
+#[test]
+fn a_round_that_is_waited_for_costs_work_and_is_sent_at_the_pace_of_rounds() {
+    let policy = slowed(Settings::default(), 0.9, None);
+    // 100 ms on their way, in which it is dirtied as well: 270 ms of work may spare no less than
+    // 135, so that 65 pages are left by no more than 325 a second.
+    let afar = Round { round_trip: SECOND / 10, ..Round::default() };
+    assert_eq!(shortened(&policy, 200, 324.0, afar), Some(64));
+    assert_eq!(shortened(&policy, 200, 326.0, afar), None);
+    // And by what the model says.
+    let known = [Class { pages: 1000.0, rate: 0.5, dirty: 0.0 }];
+    let round = Round { remaining: PageCount(200), throttle: 0.9, ..afar };
+    let next = policy.shortened(&known, &round, 0.0, policy.bandwidth.average()).unwrap();
+    assert_eq!(next.as_millis(), 10, "{next:?}");
+    // The last round is ten times as fast, and spares a tenth.
+    let fast = Settings {
+        switchover_bandwidth: Some("40.96MB/s".parse().unwrap()),
+        ..Settings::default()
     };
-    assert_eq!([held(0.1, None), held(0.0, Some(500.0)), held(0.0, None)], [true, true, false]);
+    let mut fast = slowed(fast, 0.9, None);
+    assert_eq!(shortened(&fast, 1000, 0.0, Round::default()), None);
+    fast.settings.switchover_bandwidth = None;
+    assert_eq!(shortened(&fast, 1000, 0.0, Round::default()), Some(0));
+}
+
+#[test]
+fn a_governed_guest_may_lose_all_of_its_work_and_dirties_as_much_as_it_may() {
+    let governed = |limit| slowed(Settings::default(), 0.0, Some(limit));
+    let spares = |policy: &Policy, rate| shortened(policy, 200, rate, Round::default());
+    assert_eq!(spares(&governed(100.0), 50.0), Some(5));
+    assert_eq!(spares(&governed(100.0), 1e9), Some(20), "twice its budget");
+    let governed = governed(600.0);
+    assert_eq!([spares(&governed, 990.0), spares(&governed, 1010.0)], [Some(99), None]);
+}
+
+#[test]
+fn rounds_for_less_downtime_are_made_only_where_nothing_is_against_them() {
+    let with = |settings| slowed(settings, 0.9, None);
+    let policy = with(Settings::default());
+    assert_eq!(shortened(&policy, 200, 0.0, Round::default()), Some(0));
+    let mode = |throttle| Settings { throttle, ..Settings::default() };
+    let never = [
+        Policy { shortenings: 3, ..policy.clone() },
+        Policy { disks: true, ..policy },
+        with(mode(ThrottleMode::Direct)),
+        with(mode(ThrottleMode::Staged)),
+        with(mode(ThrottleMode::AutoConverge)),
+        with(Settings { finish_within: Some(SECOND / 10), ..Settings::default() }),
+    ];
+    for policy in never {
+        assert_eq!(shortened(&policy, 200, 0.0, Round::default()), None, "{:?}", policy.settings);
+    }
 }
 
 #[test]
