@@ -3,8 +3,8 @@
 //!
 //! The guest is stopped when the expected downtime is within the limit *and* one more round would
 //! not bring it down by much: at a local minimum of what remains, not at the first moment that is
-//! allowed. A guest that is slowed goes through another round only if what it loses of its work by
-//! that is not much more than what it stands still less.
+//! allowed. A guest that is slowed goes through another round only if the work that it loses by
+//! that is not much more than what it is spared by standing still less.
 
 use std::time::Duration;
 
@@ -301,8 +301,8 @@ impl Policy {
                 (self.shortening, self.shortenings) = (true, self.shortenings + 1);
                 self.without_progress = Duration::ZERO;
                 self.plan.delayed = Delayed::default();
-                let round_trip = self.gap + round.round_trip;
-                let all = |next: Duration| transfer + round_trip + next + round.fixed;
+                let idle = self.gap + round.round_trip;
+                let all = |next: Duration| transfer + idle + next + round.fixed;
                 estimate.remaining_time = Some(RemainingTime {
                     low: all(Duration::ZERO),
                     mid: all(next),
