@@ -474,6 +474,7 @@ impl Channel {
     /// and each look would go through them. What is touched later is data, and is sent with all of
     /// its segment; when the guest is stopped, nothing is touched any more.
     fn name_hole(&mut self, owned: &mut Owned) -> Result<(), EngineError> {
+        self.shared.table.mark_dealt_with(owned.number);
         if !std::mem::replace(&mut owned.named, true) {
             // The fingerprints are not kept: they would take memory for each page. Those of pages
             // that were sent before the segment was put off and discarded are of what the

@@ -38,6 +38,8 @@ pub(super) struct SegmentTable {
     segments: Vec<Segment>,
     /// Whether all of a segment is still to be sent.
     unsent: Vec<AtomicBool>,
+    /// Whether a segment with data has had its turn: it was sent, or found to be a hole by then.
+    dealt_with: Vec<AtomicBool>,
     /// Pages of a segment that were sent, did not arrive, and are to be sent again.
     owed: Vec<AtomicU32>,
     /// Pages of a segment that its file had data for when the migration began.
@@ -98,6 +100,7 @@ impl SegmentTable {
             first += count;
         }
         let unsent = segments.iter().map(|_| AtomicBool::new(true)).collect();
+        let dealt_with = data.iter().map(|pages| AtomicBool::new(*pages == 0)).collect();
         let owed = segments.iter().map(|_| AtomicU32::new(0)).collect();
         let baseline = vec![0; segments.len()];
         let parts = (0..segments.len().min(PARTS)).map(|_| AtomicU32::new(0)).collect();
@@ -108,6 +111,7 @@ impl SegmentTable {
             blocks,
             segments,
             unsent,
+            dealt_with,
             owed,
             data,
             extents,
@@ -207,9 +211,14 @@ impl SegmentTable {
         self.unsent[number].load(Ordering::Relaxed)
     }
 
-    /// Whether all segments with data were sent.
+    /// Whether all segments that had data when the migration began have had their turn.
     pub(super) fn all_are_dealt_with(&self) -> bool {
-        (0..self.segments.len()).all(|number| self.was_hole(number) || !self.is_unsent(number))
+        self.dealt_with.iter().all(|dealt_with| dealt_with.load(Ordering::Relaxed))
+    }
+
+    /// Segment `number` has had its turn.
+    pub(super) fn mark_dealt_with(&self, number: usize) {
+        self.dealt_with[number].store(true, Ordering::Relaxed);
     }
 
     /// Which of `holes`, segments in the order of their numbers that had nothing when they were
@@ -265,6 +274,7 @@ impl SegmentTable {
     /// Segment `number` was sent whole.
     pub(super) fn mark_sent(&self, number: usize) {
         self.unsent[number].store(false, Ordering::Relaxed);
+        self.mark_dealt_with(number);
     }
 
     /// So many pages of segment `number`, which was sent, are to be sent again though nobody wrote
@@ -523,6 +533,16 @@ mod tests {
         let table = holes();
         table.segments().for_each(|(_, segment)| touch(&table, segment.block, segment.run.start.0));
         SegmentTable::new(table.blocks).unwrap()
+    }
+
+    #[test]
+    fn all_are_dealt_with_when_those_with_data_were_sent_or_are_holes_by_then() {
+        assert!(holes().all_are_dealt_with());
+        let table = table();
+        (0..3).for_each(|number| table.mark_sent(number));
+        assert!(!table.all_are_dealt_with());
+        table.mark_dealt_with(3);
+        assert!(table.all_are_dealt_with() && table.is_unsent(3));
     }
 
     #[test]
