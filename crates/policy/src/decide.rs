@@ -203,10 +203,7 @@ impl Policy {
         self.look(tick.dirty, time, tick.throttle);
         self.last_look = tick.in_round;
         let before = self.plan.clone();
-        if !tick.can_govern {
-            self.governor.withdraw();
-            self.plan.dirty_rate_limit = None;
-        }
+        self.govern_only_if(tick.can_govern);
         if self.rounds == 0 {
             self.hot.look(tick.dirty, self.guest.segment_pages(), self.settings.delay_hot_percent);
             self.plan.delayed = self.hot.delayed().clone();
@@ -270,6 +267,8 @@ impl Policy {
         (self.gap, self.at_once) = (round.gap, round.at_once);
         self.disks = round.disk.is_some();
 
+        self.govern_only_if(round.can_govern);
+
         let bandwidth = self.bandwidth.average();
         let classes = self.guest.classes();
         let dirtied = std::mem::take(&mut self.dirtied);
@@ -294,20 +293,16 @@ impl Policy {
         if fits {
             let transfer = expected.unwrap_or_default().saturating_sub(round.fixed);
             if self.is_slowed() {
-                let next = self.shortened(&classes, round, dirty_rate, bandwidth);
-                let Some(next) = next else {
+                let shortened = self.shortened(&classes, round, dirty_rate, bandwidth);
+                let Some((time, next)) = shortened else {
                     return (Decision::SwitchOver, estimate);
                 };
                 (self.shortening, self.shortenings) = (true, self.shortenings + 1);
                 self.without_progress = Duration::ZERO;
                 self.plan.delayed = Delayed::default();
-                let idle = self.gap + round.round_trip;
-                let all = |next: Duration| transfer + idle + next + round.fixed;
-                estimate.remaining_time = Some(RemainingTime {
-                    low: all(Duration::ZERO),
-                    mid: all(next),
-                    high: all(transfer),
-                });
+                let low = time + round.fixed;
+                let (mid, high) = (low + next, low + transfer.max(next));
+                estimate.remaining_time = Some(RemainingTime { low, mid, high });
                 return (Decision::NextRound(self.plan.clone()), estimate);
             }
             if self.is_minimum(round.remaining, previous, transfer) {
@@ -382,6 +377,20 @@ impl Policy {
             disk_limit,
         };
         (Decision::NextRound(self.plan.clone()), estimate)
+    }
+
+    /// Whether the guest is throttled or governed.
+    fn is_slowed(&self) -> bool {
+        self.plan.throttle > 0.0 || self.plan.dirty_rate_limit.is_some()
+    }
+
+    /// Where the machine offers no governor any more, none is in force, nor a round that was made
+    /// of a guest that it held.
+    fn govern_only_if(&mut self, can_govern: bool) {
+        if !can_govern {
+            self.governor.withdraw();
+            self.shortening &= self.plan.dirty_rate_limit.take().is_none();
+        }
     }
 
     /// Whether what remains, within a round, fits into the downtime already. Then a throttled guest

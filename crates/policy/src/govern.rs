@@ -35,7 +35,7 @@ const LEAST: f64 = 500.0;
 const DEAF: f64 = 0.9;
 /// That is the governor's failure where the guest made more pages dirty than it granted, this many
 /// times over. Otherwise it holds the guest, and there is no less to be had.
-const UNHELD: f64 = 2.0;
+pub(crate) const UNHELD: f64 = 2.0;
 /// After so many of them it is given up.
 const DEAF_ROUNDS: u32 = 3;
 

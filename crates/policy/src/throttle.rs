@@ -168,8 +168,15 @@ impl Throttle {
     /// Whether a round of that many seconds fits into the time in which the guest hardly works, if
     /// it does hardly work.
     pub(crate) fn has_time(&self, view: &View, seconds: f64) -> bool {
-        let severe = self.severe + view.clock.saturating_sub(self.clock).as_secs_f64();
-        self.value < SEVERE || seconds <= RESERVE * (SEVERE_TIME - view.downtime - severe)
+        self.value < SEVERE || seconds <= self.severe_left(view)
+    }
+
+    /// Of the time in which the guest may hardly work, what is left to plan with before it stands
+    /// still.
+    fn severe_left(&self, view: &View) -> f64 {
+        let since = view.clock.saturating_sub(self.clock).as_secs_f64();
+        let severe = self.severe + if self.value >= SEVERE { since } else { 0.0 };
+        RESERVE * (SEVERE_TIME - view.downtime - severe)
     }
 
     /// Whether a guest that is not slowed would keep this from finishing in time, and another round
@@ -309,7 +316,7 @@ impl Throttle {
         let milder = mild.iter().copied().find(|(_, cost)| *cost <= DEARER * cheapest);
         let strong: Vec<f64> =
             STRONG.iter().copied().filter(|share| *share > least).chain([least]).collect();
-        let severe_left = RESERVE * (SEVERE_TIME - view.downtime - self.severe);
+        let severe_left = self.severe_left(view);
         let fastest = time(least);
         if fastest.is_infinite() {
             return milder.unwrap_or((least, f64::INFINITY));

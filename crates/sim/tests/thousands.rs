@@ -72,10 +72,15 @@ fn fourth_quarter() {
 
 #[test]
 fn chance_reaches_every_end() {
-    let outcomes: Vec<Outcome> = (0..2000).map(|seed| run(&random(seed))).collect();
-    for end in [End::Moved, End::GaveUp, End::Stayed, End::InDoubt] {
-        assert!(outcomes.iter().any(|outcome| outcome.end == end), "{end:?}");
+    let mut ends = vec![End::Moved, End::GaveUp, End::Stayed, End::InDoubt];
+    for seed in 0..4000 {
+        let outcome = run(&random(seed));
+        ends.retain(|end| outcome.end != *end);
+        if ends.is_empty() {
+            return;
+        }
     }
+    panic!("not reached: {ends:?}");
 }
 
 #[test]

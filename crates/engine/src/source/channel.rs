@@ -348,7 +348,7 @@ impl Channel {
         let before = self.sender.statistics();
         owned.carried = None;
         // What is sent first must not come last: each page goes into one frame, or all over one
-        // connection (which `discard_holes` sees to).
+        // connection. Of new holes `discard_holes` knows.
         let again = owned.recent.is_some() || owned.owed.count() > PageCount::ZERO;
         self.sender.spread(!again);
         self.copy_segment(owned, order)?;

@@ -211,8 +211,8 @@ impl Copying {
     ) -> Result<Input, EngineError> {
         source.meter.begin_round(self.lanes.sent());
         // What a balloon gave back is a hole and was not written. The destination need not keep it.
-        // Not asked as long as there is what was made clean, and is marked where it was never
-        // touched.
+        // Not asked as long as there is memory with data that was not dealt with: what was made
+        // clean is marked where it was never touched.
         let find_holes = self.segments.all_are_dealt_with() && self.free.was_given_back();
         self.segments.hurry(self.convergence.is_hurried());
         if self.lanes.link_share().share() > 0 {

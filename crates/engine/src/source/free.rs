@@ -96,9 +96,9 @@ impl FreeMemory {
     /// as much was touched for the first time is not seen; it stays at the destination as it was
     /// sent, which costs memory there and does no harm.
     ///
-    /// Not to be asked as long as memory with data is unsent: pages that were made clean and never
-    /// touched are marked, the kernel reports these marks as pages in the swap, and when a page is
-    /// read it is a hole again.
+    /// Not to be asked as long as memory with data has not had its turn: pages that were made clean
+    /// and never touched are marked, the kernel reports these marks as pages in the swap, and when
+    /// a page is read it is a hole again.
     pub(super) fn was_given_back(&mut self) -> bool {
         let allocated = self.ram.iter().map(RamBlock::allocated).sum::<Result<PageCount, _>>();
         let Ok(allocated) = allocated else { return false };

@@ -604,8 +604,8 @@ impl Session {
 
     /// Whether the way that `stream` was connected over is a long one.
     pub(super) fn is_long(&self, stream: &Stream) -> bool {
-        let long = [Fault::LongWay, Fault::Scatter].into_iter().any(|it| self.made_up.is(it));
-        long || stream.connected_in() >= LONG_WAY
+        let made_up = self.made_up.is(Fault::LongWay) || self.made_up.is(Fault::Scatter);
+        made_up || stream.connected_in() >= LONG_WAY
     }
 
     pub(super) fn made_up(&self) -> MadeUp {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use godwit_units::Rate;
 
 use super::Policy;
+use crate::govern::UNHELD;
 use crate::guest::{Class, after_round};
 use crate::observe::Round;
 use crate::settings::ThrottleMode;
@@ -16,17 +17,10 @@ const WORK: f64 = 2.0;
 const LESS: f64 = 0.02;
 /// So many are made of one migration, at the most.
 const ROUNDS: u32 = 3;
-/// Twice its budget is what a governor lets through, at the most.
-const LET_THROUGH: f64 = 2.0;
 
 impl Policy {
-    /// Whether the guest is throttled or governed.
-    pub(super) fn is_slowed(&self) -> bool {
-        self.plan.throttle > 0.0 || self.plan.dirty_rate_limit.is_some()
-    }
-
     /// Whether a guest that is slowed goes through another round behind `round`, with which it
-    /// could be stopped: then how long what is left would take to send.
+    /// could be stopped: then how long that takes, and how long what is left to send.
     ///
     /// What that costs of its work is what it does not get while the round is sent and
     /// acknowledged; where it is governed, all of it at the most.
@@ -36,7 +30,7 @@ impl Policy {
         round: &Round,
         dirty_rate: f64,
         bandwidth: Rate,
-    ) -> Option<Duration> {
+    ) -> Option<(Duration, Duration)> {
         let view = self.view(classes, self.clock, round.remaining, bandwidth);
         let acknowledged = round.round_trip.as_secs_f64();
         let governed = self.plan.dirty_rate_limit;
@@ -44,10 +38,11 @@ impl Policy {
         let (later, sending) = after_round(classes, view.unsent, speed, view.link());
         let time = sending + acknowledged;
         // Each page is harvested half of the sending ago, on average.
-        let age = if view.at_once { time } else { sending / 2.0 + acknowledged };
+        let age = if view.at_once { time } else { (sending - view.idle) / 2.0 + acknowledged };
         let left = match governed {
-            // The round that was seen may have begun before the governor did.
-            Some(limit) => dirty_rate.min(LET_THROUGH * limit) * age,
+            // One that lets through more than that has failed, or did not hold in all of the round
+            // that was seen.
+            Some(limit) => dirty_rate.min(UNHELD * limit) * age,
             None => {
                 let dirty: f64 = later.iter().map(|class| class.dirty).sum();
                 let more = self.growth(&later, round.round_trip, round.throttle);
@@ -67,8 +62,8 @@ impl Policy {
             && self.shortenings < ROUNDS
             && now - next >= LESS
             && lost <= WORK * (now - next)
-            && time <= view.time_left
+            && time + next + round.fixed.as_secs_f64() <= view.time_left
             && self.throttle.has_time(&view, time);
-        worth.then(|| Duration::from_secs_f64(next))
+        worth.then(|| (Duration::from_secs_f64(time), Duration::from_secs_f64(next)))
     }
 }

@@ -309,6 +309,23 @@ fn a_governor_that_is_lost_within_a_round_is_in_the_plan_no_more() {
 const SOME: [u32; 10] = [1000, 800, 700, 0, 0, 0, 0, 0, 0, 0];
 
 #[test]
+fn a_governor_that_is_lost_is_no_reason_for_a_round_for_less_downtime() {
+    let governed = || {
+        let mut policy = Policy::new(Settings::default());
+        policy.plan.dirty_rate_limit = Some(1000.0);
+        (policy.rounds, policy.shortening) = (1, true);
+        policy
+    };
+    let mut policy = governed();
+    policy.tick(&Tick { in_round: SECOND / 10, dirty: &SOME, ..Tick::default() });
+    assert!(!policy.shortening && !policy.is_slowed());
+    // Nor is the guest taken for one that is held at the end of a round.
+    let mut policy = governed();
+    policy.round(&adaptive_round(&SOME, 0.0));
+    assert!(!policy.shortening && policy.shortenings == 0);
+}
+
+#[test]
 fn a_throttled_guest_goes_through_another_round_that_spares_it_more() {
     let mut policy = throttled();
     let throttle = policy.plan().throttle;

@@ -180,7 +180,7 @@ fn slowed(settings: Settings, throttle: f64, dirty_rate_limit: Option<f64>) -> P
 fn shortened(policy: &Policy, left: u64, rate: f64, round: Round) -> Option<u128> {
     let round = Round { remaining: PageCount(left), throttle: policy.plan.throttle, ..round };
     let next = policy.shortened(&[], &round, rate, policy.bandwidth.average());
-    next.map(|next| next.as_millis())
+    next.map(|(_, next)| next.as_millis())
 }
 
 #[test]
@@ -193,6 +193,9 @@ fn a_round_may_cost_twice_the_work_that_it_spares() {
     assert_eq!([spares(&policy, 21, 0.0), spares(&policy, 19, 0.0)], [Some(0), None]);
     let at_once = Policy { at_once: true, ..policy.clone() };
     assert_eq!([spares(&at_once, 200, 540.0), spares(&at_once, 200, 560.0)], [Some(108), None]);
+    // While nothing is sent work is lost, and what is written is sent in the round.
+    let idle = Policy { gap: SECOND / 5, ..policy.clone() };
+    assert_eq!([spares(&idle, 200, 190.0), spares(&idle, 200, 210.0)], [Some(19), None]);
     // What the model says of the round counts, if it is more.
     let known = [Class { pages: 1000.0, rate: 1000.0, dirty: 200.0 }];
     let round = Round { remaining: PageCount(200), throttle: 0.9, ..Round::default() };
@@ -219,8 +222,8 @@ fn a_round_that_is_waited_for_costs_work_and_is_sent_at_the_pace_of_rounds() {
     // And by what the model says.
     let known = [Class { pages: 1000.0, rate: 0.5, dirty: 0.0 }];
     let round = Round { remaining: PageCount(200), throttle: 0.9, ..afar };
-    let next = policy.shortened(&known, &round, 0.0, policy.bandwidth.average()).unwrap();
-    assert_eq!(next.as_millis(), 10, "{next:?}");
+    let times = policy.shortened(&known, &round, 0.0, policy.bandwidth.average()).unwrap();
+    assert_eq!((times.0.as_millis(), times.1.as_millis()), (305, 10));
     // The last round is ten times as fast, and spares a tenth.
     let fast = Settings {
         switchover_bandwidth: Some("40.96MB/s".parse().unwrap()),
@@ -248,6 +251,11 @@ fn rounds_for_less_downtime_are_made_only_where_nothing_is_against_them() {
     let policy = with(Settings::default());
     assert_eq!(shortened(&policy, 200, 0.0, Round::default()), Some(0));
     let mode = |throttle| Settings { throttle, ..Settings::default() };
+    let soon = with(Settings { finish_within: Some(SECOND * 35 / 100), ..Settings::default() });
+    for (fixed, made) in [(SECOND / 10, Some(0)), (SECOND / 5, None)] {
+        let round = Round { fixed, ..Round::default() };
+        assert_eq!(shortened(&soon, 200, 0.0, round), made, "{fixed:?}");
+    }
     let never = [
         Policy { shortenings: 3, ..policy.clone() },
         Policy { disks: true, ..policy },
